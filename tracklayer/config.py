@@ -1,0 +1,93 @@
+"""The engine's configuration: one frozen dataclass, validated at birth. The only file that reads the environment.
+
+Command-line flags are generated from the fields (underscores become dashes); `help` in the metadata is their text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tracklayer.errors import CheckpointError, UserError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def flag(default: Any, text: str, **extra: Any) -> Any:
+    """A field with its help text; extra metadata: choices."""
+    return field(default=default, metadata={"help": text, **extra})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes an engine. Names are SGLang's where it has one."""
+
+    model_path: str = flag("", "checkpoint directory in Hugging Face layout")
+    tokenizer_path: str | None = flag(None, "tokenizer directory; default: the model path")
+    skip_tokenizer_init: bool = flag(False, "token ids in and out only, no text")
+    load_format: str = flag("auto", "auto, safetensors, or dummy (seeded random weights)", choices=("auto", "safetensors", "dummy"))
+    dtype: str = flag("auto", "auto is bfloat16 on a GPU and float32 on a CPU", choices=DTYPES)
+    device: str = flag("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
+    router_dtype: str = flag("family", "family: as the model's reference; float32: force it", choices=("family", "float32"))
+    context_length: int | None = flag(None, "longest sequence in tokens; default: from the checkpoint")
+    json_model_override_args: str = flag("{}", "JSON object merged over config.json")
+    page_size: int = flag(1, "tokens per KV page; prefix hits are token-exact for every size")
+    max_running_requests: int = flag(256, "requests in one step at most")
+    max_queued_requests: int | None = flag(None, "waiting requests at most; beyond it 503")
+    max_total_tokens: int | None = flag(None, "KV slots; default: from measured free memory")
+    mem_fraction_static: float = flag(0.88, "share of the GPU memory for weights, KV cache and route pool")
+    chunked_prefill_size: int | None = flag(None, "prompt tokens in one step at most; default 16384 on a GPU, 1024 on a CPU; -1: no limit")
+    disable_radix_cache: bool = flag(False, "do not reuse prefixes")
+    disable_overlap_schedule: bool = flag(False, "read each step's tokens before the next is planned")
+    disable_cuda_graph: bool = flag(False, "run every step eagerly")
+    cuda_graph_max_bs: int | None = flag(None, "largest decode batch with a CUDA graph; default: max_running_requests")
+    enable_return_routed_experts: bool = flag(False, "record the experts of each token and return them on request")
+    skip_route_selftest: bool = flag(False, "start although the routes were not checked (not advised)")
+    random_seed: int | None = flag(None, "seed of dummy weights and of requests without a seed of their own; default: random")
+    weight_version: str = flag("default", "version name of the weights loaded at start")
+    tp_size: int = flag(1, "tensor-parallel ranks")
+    ep_size: int = flag(1, "expert-parallel ranks")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            choices = f.metadata.get("choices")
+            if choices and getattr(self, f.name) not in choices:
+                raise UserError(f"{f.name} must be one of {', '.join(choices)}; got {getattr(self, f.name)!r}")
+        for name in ("page_size", "max_running_requests", "max_total_tokens", "context_length", "tp_size", "ep_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UserError(f"{name} must be a positive integer, got {value!r}")
+        if not 0.0 < self.mem_fraction_static < 1.0:
+            raise UserError(f"mem_fraction_static must lie between 0 and 1, got {self.mem_fraction_static!r}")
+        chunk = self.chunked_prefill_size
+        if chunk is not None and chunk != -1 and chunk < 1:
+            raise UserError(f"chunked_prefill_size must be -1 or a positive integer, got {chunk!r}")
+
+
+def load_model_config(path: str, override: str = "{}") -> dict[str, Any]:
+    """The checkpoint's config.json as a dict, with `override` (a JSON object) merged over it.
+
+    Raises CheckpointError when `path` is not a checkpoint directory, UserError for a bad override.
+    """
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path!r} is not a checkpoint directory: no config.json in it. Give a local directory that holds config.json and *.safetensors")
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    try:
+        extra = json.loads(override)
+    except json.JSONDecodeError as error:
+        raise UserError(f"json_model_override_args is not valid JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise UserError(f"json_model_override_args must be a JSON object, got {override!r}")
+    return {**config, **extra}
+
+
+def cache_dir() -> Path:
+    """The user's cache directory of Tracklayer (XDG_CACHE_HOME/tracklayer)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tracklayer"

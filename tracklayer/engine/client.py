@@ -1,0 +1,63 @@
+"""What a front end needs of an engine. The HTTP server and the offline API know the engine by this alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tracklayer.types import EngineRequest, FinishReason, RequestOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Facts that are fixed once the engine is up; what a front end checks requests against.
+
+    layer_ids: decoder layer index of each column of the routes; num_layers: all decoder layers.
+    max_request_tokens: prompt and output together that the cache can ever hold (at most context_length).
+    """
+
+    model_path: str
+    architecture: str
+    model_type: str
+    dtype: str
+    device: str
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    max_request_tokens: int
+    recording: bool
+    num_layers: int
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    eos_token_ids: tuple[int, ...]
+
+
+class EngineClient(Protocol):
+    """A running engine. All methods are thread-safe and return at once.
+
+    `listen` registers the one consumer of outputs; it is called from the engine's thread with the news of a step.
+    Every submitted request gets exactly one RequestOutput with `finish` set, whatever happens.
+    """
+
+    info: EngineInfo
+
+    def listen(self, consumer: Callable[[list[RequestOutput]], None]) -> None: ...
+
+    def submit(self, requests: list[EngineRequest]) -> None: ...
+
+    def abort(self, rid: str) -> None:
+        """End the request with finish type abort and what it has so far. Unknown rid: nothing."""
+
+    def finish(self, rid: str, keep: int, reason: FinishReason) -> None:
+        """End the request after its first `keep` output tokens (a stop string was seen in the text)."""
+
+    def control(self, name: str, **arguments: Any) -> Future[Any]:
+        """Run one control operation between steps: flush_cache, pause, resume, loads, update_weights_from_disk,
+        get_weights_by_name, update_weight_version, release_memory, resume_memory. Errors come through the future."""
+
+    def alive(self) -> bool: ...
+
+    def shutdown(self) -> None: ...

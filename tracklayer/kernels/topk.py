@@ -1,0 +1,225 @@
+"""Choice of experts: scores, ids, weights, and the one store of ids into the route pool.
+
+T tokens, E routed experts (plus Z zero experts), K chosen, S slots, L MoE layers, G groups.
+
+The rule, for every family (sources: the model's own code, see docs/models.md):
+    score = f(logits);  choice = score + bias;  groups mask choice;  ids = topk(choice)
+    weights = score[ids];  renormalise;  * scale
+Order is contract: ids descend by choice score, ties go to the lower id. NaN counts as the lowest score, so that
+every row holds K distinct ids in range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """One family's routing rule, as data.
+
+    score            softmax over all experts, sigmoid, sqrt_softplus, sparsemixer (K = 2), or none (raw logits)
+    after_topk       choose on raw logits, score only the chosen (Granite, GPT-OSS, Llama 4)
+    choice_bias      a per-expert bias is added for the choice only, never to the weights
+    gate_bias        the gate has a bias that is part of the logits (GPT-OSS)
+    num_groups, topk_groups, group_score
+                     experts lie in equal contiguous groups; only the best `topk_groups` by max / sum of top 2 stay
+    group_mask       what masked experts' choice score becomes (0.0 in DeepSeek-V2, -inf elsewhere)
+    renormalize, renorm_eps, renorm_min, renorm_p
+                     divide by (sum(w^p)^(1/p) + eps), never by less than renorm_min
+    scale, scale_output
+                     factor on the weights, or (scale_output) on the sum of the experts (same in exact arithmetic)
+    weight_on_input  the weight multiplies the expert's input (Llama 4)
+    num_zero_experts ids in [num_experts, num_experts + Z) return their input (LongCat)
+    per_expert_scale the weight is multiplied by a learned factor of its expert (Gemma 4)
+    softcap          logits = softcap * tanh(logits / softcap) before scoring (Grok-1)
+    jitter           sparsemixer's threshold
+    gate_dtype       dtype of the gate product's result, as in the family's reference: model (dtype of the
+                     activations, then cast) or float32 (operands cast too)
+    score_dtype      dtype in which scores are formed: float32, or model (scores rounded to the activations' dtype)
+    weights_dtype    dtype that the weights are rounded to before use: float32 or model
+    """
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid", "sqrt_softplus", "sparsemixer", "none"] = "softmax"
+    after_topk: bool = False
+    choice_bias: bool = False
+    gate_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["max", "top2"] = "top2"
+    group_mask: float = NEG_INF
+    renormalize: bool = False
+    renorm_eps: float = 0.0
+    renorm_min: float = 0.0
+    renorm_p: float = 1.0
+    scale: float = 1.0
+    scale_output: bool = False
+    weight_on_input: bool = False
+    num_zero_experts: int = 0
+    per_expert_scale: bool = False
+    softcap: float | None = None
+    jitter: float = 0.01
+    gate_dtype: Literal["model", "float32"] = "model"
+    score_dtype: Literal["model", "float32"] = "float32"
+    weights_dtype: Literal["model", "float32"] = "float32"
+
+    def __post_init__(self) -> None:
+        width = self.num_logits
+        if self.num_experts < 1 or not 1 <= self.top_k <= width:
+            raise ValueError(f"top_k {self.top_k} of {width} experts is impossible")
+        if self.num_groups > 1:
+            per_group = width // self.num_groups
+            if width % self.num_groups or not 1 <= self.topk_groups <= self.num_groups:
+                raise ValueError(f"{width} experts do not lie in {self.num_groups} groups keeping {self.topk_groups}")
+            if self.group_score == "top2" and per_group < 2:
+                raise ValueError(f"group_score top2 needs groups of at least 2 experts, got {per_group}")
+            if self.topk_groups * per_group < self.top_k and self.group_mask == NEG_INF:
+                raise ValueError(f"{self.topk_groups} groups of {per_group} hold fewer than top_k {self.top_k} experts")
+        if self.score == "sparsemixer" and self.top_k != 2:
+            raise ValueError(f"sparsemixer chooses 2 experts, not {self.top_k}")
+
+    @property
+    def num_logits(self) -> int:
+        """Width of the gate's output: routed experts and zero experts."""
+        return self.num_experts + self.num_zero_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The choice of one MoE layer: ids_TK int32 (logical, best first) and weights_TK float32.
+
+    Built only by the router; expert kernels accept nothing else, so none can choose experts by itself.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStore:
+    """Where the chosen ids go: pool_SLK (uint8 or int16), slots_T int32 and the MoE layer's column in L."""
+
+    pool_SLK: Tensor
+    slots_T: Tensor
+    column: int
+
+
+def select_experts(
+    logits_TE: Tensor,
+    spec: RouterSpec,
+    *,
+    bias_E: Tensor | None = None,
+    expert_scale_E: Tensor | None = None,
+    store: RouteStore | None = None,
+) -> Routing:
+    """Choose top_k experts per token by `spec` and, with `store`, write their ids into the route pool.
+
+    logits_TE float32 or the model's dtype [T, num_logits]; bias_E, expert_scale_E float32 [num_logits].
+    Returns Routing(ids int32 [T, K], weights float32 [T, K]); order and ties as the module says.
+    """
+    return select_experts_ref(logits_TE, spec, bias_E=bias_E, expert_scale_E=expert_scale_E, store=store)
+
+
+def select_experts_ref(
+    logits_TE: Tensor,
+    spec: RouterSpec,
+    *,
+    bias_E: Tensor | None = None,
+    expert_scale_E: Tensor | None = None,
+    store: RouteStore | None = None,
+) -> Routing:
+    """The torch reference of `select_experts`: same arguments, same result."""
+    model_dtype = logits_TE.dtype
+    logits_TE = torch.nan_to_num(logits_TE, nan=NEG_INF, neginf=NEG_INF)  # +inf becomes the largest finite value
+    if spec.score_dtype == "float32":
+        logits_TE = logits_TE.float()
+    if spec.softcap is not None:
+        logits_TE = spec.softcap * torch.tanh(logits_TE / spec.softcap)
+    if spec.score == "sparsemixer":
+        ids_TK, weights_TK = _sparsemixer(logits_TE.float(), spec.jitter)
+    else:
+        score_TE = logits_TE if spec.after_topk else _score(logits_TE, spec.score)
+        choice_TE = _choice(score_TE.float(), spec, bias_E)
+        ids_TK = _descending(choice_TE)[:, : spec.top_k]
+        # DeepSeek-V2 masks groups with 0.0 and weighs by what is left; all others weigh by the unmasked score.
+        weights_TK = (choice_TE if spec.group_mask == 0.0 else score_TE).gather(1, ids_TK)
+        if spec.after_topk:
+            weights_TK = _score(weights_TK, spec.score)
+    weights_TK = finish_weights(weights_TK.float(), ids_TK, spec, expert_scale_E)
+    if spec.weights_dtype == "model":
+        weights_TK = weights_TK.to(model_dtype).float()
+    ids_TK = ids_TK.to(torch.int32)
+    if store is not None:
+        store.pool_SLK[store.slots_T.long(), store.column, : spec.top_k] = ids_TK.to(store.pool_SLK.dtype)
+    return Routing(ids_TK, weights_TK)
+
+
+def finish_weights(
+    weights_TK: Tensor, ids_TK: Tensor, spec: RouterSpec, expert_scale_E: Tensor | None = None
+) -> Tensor:
+    """Renormalise and scale the chosen experts' scores (float32 [T, K]); differentiable, also used by replay."""
+    if spec.renormalize:
+        total = weights_TK.sum(-1, keepdim=True) if spec.renorm_p == 1 else weights_TK.norm(spec.renorm_p, -1, True)
+        total = (total + spec.renorm_eps).clamp(min=spec.renorm_min)
+        # A row whose chosen scores all underflow has sum 0: share it equally instead of dividing 0 by 0.
+        weights_TK = torch.where(total > 0, weights_TK / total.clamp(min=1e-38), 1.0 / spec.top_k)
+    if expert_scale_E is not None:
+        weights_TK = weights_TK * expert_scale_E.float()[ids_TK.long()]
+    return weights_TK if spec.scale_output else weights_TK * spec.scale
+
+
+def _score(logits: Tensor, score: str) -> Tensor:
+    match score:
+        case "softmax":
+            # A row without any finite logit (padding, NaN) would give NaN; it becomes uniform.
+            dead = logits.amax(-1, keepdim=True) == NEG_INF
+            return torch.where(dead, torch.zeros_like(logits), logits).softmax(-1)
+        case "sigmoid":
+            return logits.sigmoid()
+        case "sqrt_softplus":
+            return F.softplus(logits).sqrt()
+        case "none":
+            return logits
+    raise ValueError(f"unknown score {score!r}")
+
+
+def _descending(x: Tensor) -> Tensor:
+    """Indices that sort the last axis downwards, ties to the lower index."""
+    return torch.argsort(x, dim=-1, descending=True, stable=True)
+
+
+def _choice(score_TE: Tensor, spec: RouterSpec, bias_E: Tensor | None) -> Tensor:
+    """The score that the choice is made by: with bias, and with the experts of dropped groups masked."""
+    choice_TE = score_TE if bias_E is None else score_TE + bias_E.float()
+    if spec.num_groups == 1:
+        return choice_TE
+    choice_TGE = choice_TE.unflatten(1, (spec.num_groups, -1))
+    best = 1 if spec.group_score == "max" else 2
+    group_TG = choice_TGE.topk(best, -1).values.sum(-1)
+    keep_TG = torch.zeros_like(group_TG, dtype=torch.bool)
+    keep_TG.scatter_(1, _descending(group_TG)[:, : spec.topk_groups], True)
+    return choice_TGE.masked_fill(~keep_TG[..., None], spec.group_mask).flatten(1)
+
+
+def _sparsemixer(logits_TE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """PhiMoE's rule (SparseMixer, arXiv 2310.00811): two softmaxes, each over the experts near its maximum."""
+    ids, weights = [], []
+    remaining_TE = logits_TE
+    for _ in range(2):
+        id_T1 = _descending(remaining_TE)[:, :1]
+        best_T1 = logits_TE.gather(1, id_T1)
+        far_TE = (best_T1 - logits_TE) / torch.maximum(logits_TE.abs(), best_T1) > 2 * jitter
+        kept_TE = remaining_TE.masked_fill(far_TE, NEG_INF)
+        weights.append(_score(kept_TE, "softmax").gather(1, id_T1))
+        ids.append(id_T1)
+        remaining_TE = remaining_TE.scatter(1, id_T1, NEG_INF)
+    return torch.cat(ids, 1), torch.cat(weights, 1)

@@ -1,0 +1,37 @@
+"""What the layers are told of one forward: which tokens, where they lie in the caches, which sequences they form.
+
+T tokens of the step, B sequences, R rows of the slot table, C context length, S slots, L MoE layers, K chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """One forward's metadata; tensors live on the model's device, ints on the host.
+
+    token_ids_T int32; positions_T int32; slots_T int32 (cache slot of each token; 0 for padded tokens)
+    rows_B int32         line of each sequence in slot_table_RC (and in recurrent state pools)
+    starts_B1 int32      tokens of sequence b are starts_B1[b] .. starts_B1[b+1]
+    lens_B int32         tokens of sequence b in the cache, this step's included
+    slot_table_RC int32  slot of every position of every row
+    max_query, max_len   upper bounds of tokens a sequence has in this step / in the cache
+    kv                   per attention sublayer: its caches (k_SHD, v_SHD), in model order
+    pool_SLK             the route pool's tensor, None when recording is off
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    rows_B: Tensor
+    starts_B1: Tensor
+    lens_B: Tensor
+    slot_table_RC: Tensor
+    max_query: int
+    max_len: int
+    kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pool_SLK: Tensor | None = None
