@@ -95,7 +95,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The choice of one MoE layer: ids_TK int32 (logical, best first) and weights_TK float32.
+    """The choice of one MoE layer: ids_TK int32 (logical, best first; -1: padding, no expert) and weights_TK float32.
 
     Built only by the router; expert kernels accept nothing else, so none can choose experts by itself.
     """
@@ -120,13 +120,16 @@ def select_experts(
     bias_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
     store: RouteStore | None = None,
+    num_tokens_1: Tensor | None = None,
 ) -> Routing:
     """Choose top_k experts per token by `spec` and, with `store`, write their ids into the route pool.
 
     logits_TE float32 or the model's dtype [T, num_logits]; bias_E, expert_scale_E float32 [num_logits].
+    num_tokens_1 int32 [1], on the device: rows from there on are padding and get id -1 and weight 0 in the Routing
+    (no expert is woken for them) while their store goes to the slots given, page 0.
     Returns Routing(ids int32 [T, K], weights float32 [T, K]); order and ties as the module says.
     """
-    return select_experts_ref(logits_TE, spec, bias_E=bias_E, expert_scale_E=expert_scale_E, store=store)
+    return select_experts_ref(logits_TE, spec, bias_E=bias_E, expert_scale_E=expert_scale_E, store=store, num_tokens_1=num_tokens_1)
 
 
 def select_experts_ref(
@@ -136,6 +139,7 @@ def select_experts_ref(
     bias_E: Tensor | None = None,
     expert_scale_E: Tensor | None = None,
     store: RouteStore | None = None,
+    num_tokens_1: Tensor | None = None,
 ) -> Routing:
     """The torch reference of `select_experts`: same arguments, same result."""
     model_dtype = logits_TE.dtype
@@ -160,6 +164,9 @@ def select_experts_ref(
     ids_TK = ids_TK.to(torch.int32)
     if store is not None:
         store.pool_SLK[store.slots_T.long(), store.column, : spec.top_k] = ids_TK.to(store.pool_SLK.dtype)
+    if num_tokens_1 is not None:
+        padding_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None] >= num_tokens_1
+        ids_TK, weights_TK = ids_TK.masked_fill(padding_T1, -1), weights_TK.masked_fill(padding_T1, 0.0)
     return Routing(ids_TK, weights_TK)
 
 
