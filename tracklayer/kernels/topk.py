@@ -41,6 +41,7 @@ class RouterSpec:
     per_expert_scale the weight is multiplied by a learned factor of its expert (Gemma 4)
     softcap          logits = softcap * tanh(logits / softcap) before scoring (Grok-1)
     jitter           sparsemixer's threshold
+    hash_vocab       experts are looked up by token id in a table of so many rows (DeepSeek-V4's first layers)
     gate_dtype       dtype of the gate product's result, as in the family's reference: model (dtype of the
                      activations, then cast) or float32 (operands cast too)
     score_dtype      dtype in which scores are formed: float32, or model (scores rounded to the activations' dtype)
@@ -68,6 +69,7 @@ class RouterSpec:
     per_expert_scale: bool = False
     softcap: float | None = None
     jitter: float = 0.01
+    hash_vocab: int = 0
     gate_dtype: Literal["model", "float32"] = "model"
     score_dtype: Literal["model", "float32"] = "float32"
     weights_dtype: Literal["model", "float32"] = "float32"
@@ -161,9 +163,28 @@ def select_experts_ref(
     weights_TK = finish_weights(weights_TK.float(), ids_TK, spec, expert_scale_E)
     if spec.weights_dtype == "model":
         weights_TK = weights_TK.to(model_dtype).float()
-    ids_TK = ids_TK.to(torch.int32)
+    return _recorded(ids_TK, weights_TK, store, num_tokens_1)
+
+
+def select_given(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    spec: RouterSpec,
+    *,
+    store: RouteStore | None = None,
+    num_tokens_1: Tensor | None = None,
+) -> Routing:
+    """A Routing for experts that were chosen without scores (a hash table): weights are the given ids' live scores."""
+    score_TE = _score(torch.nan_to_num(logits_TE.float(), nan=NEG_INF, neginf=NEG_INF), spec.score)
+    weights_TK = finish_weights(score_TE.gather(1, ids_TK.long()), ids_TK, spec)
+    return _recorded(ids_TK, weights_TK, store, num_tokens_1)
+
+
+def _recorded(ids_TK: Tensor, weights_TK: Tensor, store: RouteStore | None, num_tokens_1: Tensor | None) -> Routing:
+    """Write ids to the pool (torch path), mask padding, and make the Routing."""
     if store is not None:
-        store.pool_SLK[store.slots_T.long(), store.column, : spec.top_k] = ids_TK.to(store.pool_SLK.dtype)
+        store.pool_SLK[store.slots_T.long(), store.column, : ids_TK.shape[1]] = ids_TK.to(store.pool_SLK.dtype)
+    ids_TK = ids_TK.to(torch.int32)
     if num_tokens_1 is not None:
         padding_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None] >= num_tokens_1
         ids_TK, weights_TK = ids_TK.masked_fill(padding_T1, -1), weights_TK.masked_fill(padding_T1, 0.0)
