@@ -28,10 +28,14 @@ class EngineConfig:
     model_path: str = flag("", "checkpoint directory in Hugging Face layout")
     tokenizer_path: str | None = flag(None, "tokenizer directory; default: the model path")
     skip_tokenizer_init: bool = flag(False, "token ids in and out only, no text")
-    load_format: str = flag("auto", "auto, safetensors, or dummy (seeded random weights)", choices=("auto", "safetensors", "dummy"))
+    load_format: str = flag(
+        "auto", "auto, safetensors, or dummy (seeded random weights)", choices=("auto", "safetensors", "dummy")
+    )
     dtype: str = flag("auto", "auto is bfloat16 on a GPU and float32 on a CPU", choices=DTYPES)
     device: str = flag("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
-    router_dtype: str = flag("family", "family: as the model's reference; float32: force it", choices=("family", "float32"))
+    router_dtype: str = flag(
+        "family", "family: as the model's reference; float32: force it", choices=("family", "float32")
+    )
     context_length: int | None = flag(None, "longest sequence in tokens; default: from the checkpoint")
     json_model_override_args: str = flag("{}", "JSON object merged over config.json")
     page_size: int = flag(1, "tokens per KV page; prefix hits are token-exact for every size")
@@ -39,14 +43,18 @@ class EngineConfig:
     max_queued_requests: int | None = flag(None, "waiting requests at most; beyond it 503")
     max_total_tokens: int | None = flag(None, "KV slots; default: from measured free memory")
     mem_fraction_static: float = flag(0.88, "share of the GPU memory for weights, KV cache and route pool")
-    chunked_prefill_size: int | None = flag(None, "prompt tokens in one step at most; default 16384 on a GPU, 1024 on a CPU; -1: no limit")
+    chunked_prefill_size: int | None = flag(
+        None, "prompt tokens in one step at most; default 16384 on a GPU, 1024 on a CPU; -1: no limit"
+    )
     disable_radix_cache: bool = flag(False, "do not reuse prefixes")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before the next is planned")
     disable_cuda_graph: bool = flag(False, "run every step eagerly")
     cuda_graph_max_bs: int | None = flag(None, "largest decode batch with a CUDA graph; default: max_running_requests")
     enable_return_routed_experts: bool = flag(False, "record the experts of each token and return them on request")
     skip_route_selftest: bool = flag(False, "start although the routes were not checked (not advised)")
-    random_seed: int | None = flag(None, "seed of dummy weights and of requests without a seed of their own; default: random")
+    random_seed: int | None = flag(
+        None, "seed of dummy weights and of requests without a seed of their own; default: random"
+    )
     weight_version: str = flag("default", "version name of the weights loaded at start")
     tp_size: int = flag(1, "tensor-parallel ranks")
     ep_size: int = flag(1, "expert-parallel ranks")
@@ -74,7 +82,10 @@ def load_model_config(path: str, override: str = "{}") -> dict[str, Any]:
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{path!r} is not a checkpoint directory: no config.json in it. Give a local directory that holds config.json and *.safetensors")
+        raise CheckpointError(
+            f"{path!r} is not a checkpoint directory: no config.json in it. "
+            "Give a local directory that holds config.json and *.safetensors"
+        )
     try:
         config = json.loads(file.read_text())
     except json.JSONDecodeError as error:
