@@ -49,6 +49,7 @@ class AttentionSpec:
     window: int | None = None
     sinks: bool = False
     softcap: float | None = None
+    clip_qkv: float | None = None
 
     @property
     def value_dim(self) -> int:
@@ -67,12 +68,17 @@ class MLPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """Routed experts and, beside them, an optional shared MLP (`shared_gate`: times sigmoid of one learned logit)."""
+    """Routed experts and, beside them, an optional shared MLP (`shared_gate`: times sigmoid of one learned logit).
+
+    clamp_before / clamp_after: limit of gate and up before the activation / of its result and up (see ExpertSpec).
+    """
 
     router: RouterSpec
     width: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    clamp_before: float | None = None
+    clamp_after: float | None = None
     shared: MLPSpec | None = None
     shared_gate: bool = False

@@ -57,6 +57,9 @@ class Family:
               (our names: embed, head, norm, layers.{i}.<sublayer>.<part>; see docs/add_a_family.md)
     transforms our part name template -> function applied to the checkpoint tensor before it is copied
     ignored   regular expressions of checkpoint tensors that are skipped on purpose (other towers, MTP layers)
+    claims    whether a config with our architecture name is ours (two families may share one name)
+    note      what `tracklayer models` says of it: choices made where references disagree
+    mtp_past_end  layers numbered past the last are MTP layers, and are skipped too
     """
 
     name: str
@@ -65,4 +68,6 @@ class Family:
     names: dict[str, str]
     transforms: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    mtp_past_end: bool = False
+    claims: Callable[[dict[str, Any]], bool] = lambda config: True
     note: str = ""

@@ -1,0 +1,84 @@
+"""Grouped-query attention over the paged cache. T tokens, N query heads, H key heads, D head width, E value width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from tracklayer.kernels.attention import paged_attention
+from tracklayer.kernels.rope import qk_rope_store
+from tracklayer.layers.batch import Batch
+from tracklayer.layers.linear import Linear
+from tracklayer.layers.parts import Part, parameter
+from tracklayer.layers.spec import AttentionSpec
+
+
+class Attention(nn.Module):
+    """Project, rotate, store, attend, project. `cache` is the index of its caches in Batch.kv."""
+
+    def __init__(self, spec: AttentionSpec, hidden_size: int, cos_sin_PD: Tensor | None, cache: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.cache = cache
+        self.cos_sin_PD = cos_sin_PD
+        width_q, width_k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        outputs = {"q": width_q, "k": width_k, "v": spec.num_kv_heads * spec.value_dim}
+        self.qkv = Linear(hidden_size, outputs, bias=spec.qkv_bias, fused="qkv")
+        self.o = Linear(spec.num_heads * spec.value_dim, {"o": hidden_size}, bias=spec.out_bias)
+        norm_widths = {"head": (spec.head_dim, spec.head_dim), "whole": (width_q, width_k), None: (0, 0)}[spec.qk_norm]
+        self.q_norm = parameter(norm_widths[0]) if spec.qk_norm else None
+        self.k_norm = parameter(norm_widths[1]) if spec.qk_norm else None
+        self.sinks = parameter(spec.num_heads) if spec.sinks else None
+        self.scale = spec.scale if spec.scale is not None else spec.head_dim**-0.5
+
+    def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        spec = self.spec
+        k_SHD, v_SHE = batch.kv[self.cache]
+        qkv_TX = self.qkv(x_TD)
+        if spec.clip_qkv is not None:
+            qkv_TX = qkv_TX.clamp(-spec.clip_qkv, spec.clip_qkv)
+        q_TND = qk_rope_store(
+            qkv_TX,
+            self.cos_sin_PD,
+            batch.positions_T,
+            batch.slots_T,
+            k_SHD,
+            v_SHE,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            value_dim=spec.value_dim,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            norm_eps=spec.norm.eps,
+            norm_offset=spec.norm.offset,
+            norm_after_rope=spec.qk_norm_after_rope,
+            rope_dim=spec.rope.dim if spec.rope else 0,
+            interleaved=bool(spec.rope and spec.rope.interleaved),
+        )
+        out_TNE = paged_attention(
+            q_TND,
+            k_SHD,
+            v_SHE,
+            slot_table_RC=batch.slot_table_RC,
+            rows_B=batch.rows_B,
+            starts_B1=batch.starts_B1,
+            lens_B=batch.lens_B,
+            max_query=batch.max_query,
+            max_len=batch.max_len,
+            scale=self.scale,
+            window=spec.window,
+            sinks_N=self.sinks,
+            softcap=spec.softcap,
+        )
+        return self.o(out_TNE.flatten(1))
+
+    def parts(self) -> Iterator[Part]:
+        yield from self.qkv.parts()
+        yield from self.o.parts()
+        for name, owner in (("q_norm.weight", self.q_norm), ("k_norm.weight", self.k_norm), ("sinks", self.sinks)):
+            if owner is not None:
+                yield name, owner.data, owner
+
+

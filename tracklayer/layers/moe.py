@@ -1,0 +1,50 @@
+"""The MoE block: router, routed experts, shared expert. The only place that builds a router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tracklayer.layers.batch import Batch
+from tracklayer.layers.experts import Experts
+from tracklayer.layers.mlp import MLP
+from tracklayer.layers.parts import Part, parameter, prefixed
+from tracklayer.layers.router import HashTopK, TopK
+from tracklayer.layers.spec import MoESpec
+
+
+class MoE(nn.Module):
+    """shared(x) + sum over the chosen experts of weight * expert(x)."""
+
+    def __init__(self, spec: MoESpec, hidden_size: int, *, layer_id: int) -> None:
+        super().__init__()
+        router = spec.router
+        kind = HashTopK if router.hash_vocab else TopK
+        self.router = kind(router, layer_id=layer_id)
+        self.gate_ED = parameter(router.num_logits, hidden_size)
+        self.gate_bias_E = parameter(router.num_logits) if router.gate_bias else None
+        self.experts = Experts(spec, hidden_size)
+        self.shared = MLP(spec.shared, hidden_size) if spec.shared else None
+        self.shared_gate_1D = parameter(1, hidden_size) if spec.shared_gate else None
+
+    def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
+        routing = self.router(x_TD, self.gate_ED, self.gate_bias_E, batch)
+        shared_TD = None
+        if self.shared is not None:
+            shared_TD = self.shared(x_TD, batch)
+            if self.shared_gate_1D is not None:
+                shared_TD = shared_TD * torch.sigmoid(nn.functional.linear(x_TD, self.shared_gate_1D))
+        return self.experts(x_TD, routing, shared_TD)
+
+    def parts(self) -> Iterator[Part]:
+        yield "router.weight", self.gate_ED.data, self.gate_ED
+        if self.gate_bias_E is not None:
+            yield "router.bias", self.gate_bias_E.data, self.gate_bias_E
+        yield from prefixed("router", self.router.parts())
+        yield from prefixed("experts", self.experts.parts())
+        if self.shared is not None:
+            yield from prefixed("shared", self.shared.parts())
+        if self.shared_gate_1D is not None:
+            yield "shared_gate.weight", self.shared_gate_1D.data, self.shared_gate_1D

@@ -1,0 +1,131 @@
+"""The one decoder: it reads a ModelSpec and runs it. T tokens, D model width, V vocabulary, L MoE layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from tracklayer.kernels.linear import linear
+from tracklayer.kernels.rope import rope_table
+from tracklayer.layers.attention import Attention
+from tracklayer.layers.batch import Batch
+from tracklayer.layers.mlp import MLP
+from tracklayer.layers.moe import MoE
+from tracklayer.layers.norm import Norm
+from tracklayer.layers.parts import Part, parameter, prefixed
+from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec, RopeSpec
+from tracklayer.models.spec import ModelSpec, Sublayer
+
+
+class RopeTables:
+    """One cos/sin table per distinct RopeSpec, shared by all layers that use it."""
+
+    def __init__(self, max_position: int) -> None:
+        self.max_position = max_position
+        self.tables: list[tuple[RopeSpec, Tensor]] = []
+
+    def get(self, spec: RopeSpec | None) -> Tensor | None:
+        if spec is None:
+            return None
+        for known, table in self.tables:
+            if known == spec:
+                return table
+        table = rope_table(spec.dim, spec.theta, spec.scaling, self.max_position, torch.get_default_device())
+        self.tables.append((spec, table))
+        return table
+
+
+class Block(nn.Module):
+    """One sublayer: residual += scale * post_norm(body(pre_norm(residual)))."""
+
+    def __init__(self, sub: Sublayer, hidden_size: int, body: nn.Module) -> None:
+        super().__init__()
+        self.name = sub.name
+        self.residual_scale = sub.residual_scale
+        self.pre_norm = Norm(sub.pre_norm, hidden_size) if sub.pre_norm else nn.Identity()
+        self.post_norm = Norm(sub.post_norm, hidden_size) if sub.post_norm else nn.Identity()
+        self.body = body
+
+    def parts(self) -> Iterator[Part]:
+        yield from self.body.parts()
+        for name, norm in (("norm", self.pre_norm), ("post_norm", self.post_norm)):
+            if isinstance(norm, Norm):
+                yield from prefixed(name, norm.parts())
+
+
+class Decoder(nn.Module):
+    """Token ids in, final hidden states out; `logits` is apart, for the few rows that are sampled.
+
+    Build under `torch.device(...)` and the model's default dtype; parameters come uninitialised (see weights.py).
+    """
+
+    def __init__(self, spec: ModelSpec, max_position: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.attentions: list[AttentionSpec] = []
+        self.embed_VD = parameter(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList()
+        ropes = RopeTables(max_position)
+        for layer_id, subs in enumerate(spec.layers):
+            blocks = [Block(sub, spec.hidden_size, self._body(sub, layer_id, ropes)) for sub in subs]
+            self.layers.append(nn.ModuleList(blocks))
+        self.norm = Norm(spec.final_norm, spec.hidden_size)
+        self.head_VD = self.embed_VD if spec.tie_embeddings else parameter(spec.vocab_size, spec.hidden_size)
+        self.head_bias_V = parameter(spec.vocab_size) if spec.head_bias else None
+        self._number_routers()
+
+    def _body(self, sub: Sublayer, layer_id: int, ropes: RopeTables) -> nn.Module:
+        match sub.body:
+            case AttentionSpec():
+                self.attentions.append(sub.body)
+                table = ropes.get(sub.body.rope)
+                return Attention(sub.body, self.spec.hidden_size, table, cache=len(self.attentions) - 1)
+            case MLPSpec():
+                return MLP(sub.body, self.spec.hidden_size)
+            case MoESpec():
+                return MoE(sub.body, self.spec.hidden_size, layer_id=layer_id)
+        raise TypeError(f"layer {layer_id}: no module for {type(sub.body).__name__}")
+
+    def _number_routers(self) -> None:
+        """Give each router its column; their layer ids must be exactly the spec's MoE layers, each once."""
+        routers = [m.router for m in self.modules() if isinstance(m, MoE)]
+        found = tuple(r.layer_id for r in routers)
+        if found != self.spec.moe_layers:
+            raise ValueError(f"routers say layers {found}, the model's MoE layers are {self.spec.moe_layers}")
+        for column, router in enumerate(routers):
+            router.column = column
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Final normed hidden states [T, D]. Writes KV and, when recording, the routes of every token."""
+        residual_TD = nn.functional.embedding(batch.token_ids_T, self.embed_VD)
+        if self.spec.embed_scale != 1.0:
+            residual_TD = residual_TD * self.spec.embed_scale
+        delta_TD, scale = None, 1.0
+        for blocks in self.layers:
+            for block in blocks:
+                norm = block.pre_norm
+                x_TD = norm(residual_TD) if delta_TD is None else norm.add(delta_TD, residual_TD, scale)
+                delta_TD, scale = block.post_norm(block.body(x_TD, batch)), block.residual_scale
+        return self.norm.add(delta_TD, residual_TD, scale)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits [N, V] in the model's dtype."""
+        logits_NV = linear(hidden_ND, self.head_VD, self.head_bias_V)
+        if self.spec.logit_scale != 1.0:
+            logits_NV = logits_NV * self.spec.logit_scale
+        if self.spec.logit_softcap is not None:
+            logits_NV = self.spec.logit_softcap * torch.tanh(logits_NV / self.spec.logit_softcap)
+        return logits_NV
+
+    def parts(self) -> Iterator[Part]:
+        yield "embed.weight", self.embed_VD.data, self.embed_VD
+        for i, blocks in enumerate(self.layers):
+            for block in blocks:
+                yield from prefixed(f"layers.{i}.{block.name}", block.parts())
+        yield from prefixed("norm", self.norm.parts())
+        if not self.spec.tie_embeddings:
+            yield "head.weight", self.head_VD.data, self.head_VD
+        if self.head_bias_V is not None:
+            yield "head.bias", self.head_bias_V.data, self.head_bias_V

@@ -1,0 +1,75 @@
+"""Qwen2-MoE, Qwen3-MoE: softmax router, renormalised by `norm_topk_prob`; dense layers by list and stride.
+
+Qwen2-MoE adds a shared expert times sigmoid(shared_expert_gate(x)) and q, k, v biases; Qwen3-MoE per-head q/k norms.
+Router weights are cast back to the model's dtype (transformers does, and trainers with it).
+"""
+
+from __future__ import annotations
+
+from tracklayer.kernels.topk import RouterSpec
+from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec
+from tracklayer.models.common import (
+    ATTENTION,
+    OUTER,
+    Config,
+    activation,
+    dense,
+    gqa,
+    mlp_names,
+    model,
+    moe_names,
+    need,
+    norm,
+)
+from tracklayer.models.spec import Family, ModelSpec, Sublayer
+
+DENSE = mlp_names("model.layers.{i}.mlp", "layers.{i}.ffn")
+MOE = {
+    **OUTER,
+    **ATTENTION,
+    **moe_names("mlp", "gate.weight"),
+    **DENSE,
+    **mlp_names("model.layers.{i}.mlp.shared_expert", "layers.{i}.ffn.shared"),
+    "model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.ffn.shared_gate.weight",
+}
+
+
+def moe_spec(c: Config, attention: AttentionSpec, shared: MLPSpec | None) -> ModelSpec:
+    router = RouterSpec(
+        num_experts=need(c, "num_experts"),
+        top_k=need(c, "num_experts_per_tok"),
+        renormalize=c.get("norm_topk_prob", False),
+        weights_dtype="model",
+    )
+    moe = MoESpec(
+        router=router,
+        width=need(c, "moe_intermediate_size"),
+        activation=activation(c),
+        shared=shared,
+        shared_gate=shared is not None,
+    )
+
+    def layer(i: int) -> tuple[Sublayer, ...]:
+        sparse = i not in (c.get("mlp_only_layers") or ()) and (i + 1) % c.get("decoder_sparse_step", 1) == 0
+        ffn = moe if sparse else dense(c)
+        return Sublayer(name="attn", body=attention, pre_norm=norm(c)), Sublayer(name="ffn", body=ffn, pre_norm=norm(c))
+
+    return model(c, layer)
+
+
+def qwen2(c: Config) -> ModelSpec:
+    window = c.get("sliding_window") if c.get("use_sliding_window") else None
+    shared = MLPSpec(width=need(c, "shared_expert_intermediate_size"), activation=activation(c))
+    return moe_spec(c, gqa(c, qkv_bias=c.get("qkv_bias", True), window=window), shared)
+
+
+def qwen3(c: Config) -> ModelSpec:
+    bias = c.get("attention_bias", False)
+    window = c.get("sliding_window") if c.get("use_sliding_window") else None
+    return moe_spec(c, gqa(c, qk_norm="head", qkv_bias=bias, out_bias=bias, window=window), None)
+
+
+FAMILIES = (
+    Family(name="qwen2_moe", architectures=("Qwen2MoeForCausalLM",), spec=qwen2, names=MOE),
+    Family(name="qwen3_moe", architectures=("Qwen3MoeForCausalLM",), spec=qwen3, names=MOE),
+)

@@ -1,0 +1,158 @@
+"""Checkpoint tensors into a decoder: streamed, renamed, stacked; nothing missing, nothing left over.
+
+A family's name table maps checkpoint names to our part names (layers/parts.py); a part is a view of a parameter, so
+copying into it stacks experts and fuses projections. What arrives is counted: a parameter that is not whole, a
+tensor that nobody wants, or one of the wrong shape is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from tracklayer.errors import CheckpointError
+from tracklayer.models.decoder import Decoder
+from tracklayer.models.spec import Family
+
+ALWAYS_IGNORED = (r".*rotary_emb\.inv_freq",)
+
+
+def checkpoint_tensors(path: str) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of everything in a directory's safetensors files, one tensor in memory at a time.
+
+    Raises CheckpointError when there is no safetensors file or an index names one that is not there.
+    """
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted(folder / name for name in set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path!r} holds no *.safetensors file; convert the checkpoint, or use load_format=dummy")
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{index} names {file.name}, which is not there: the download is incomplete")
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+                yield name, handle.get_tensor(name)
+
+
+class NameTable:
+    """The two directions of a family's name table: checkpoint name -> part name, and back for messages."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        self.rules = [(_pattern(theirs), ours) for theirs, ours in names.items()]
+        self.inverse = [(_pattern(ours), theirs) for theirs, ours in names.items()]
+
+    def ours(self, theirs: str) -> str | None:
+        return _rewrite(self.rules, theirs)
+
+    def theirs(self, ours: str) -> str | None:
+        return _rewrite(self.inverse, ours)
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.escape(template).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{j\}", r"(?P<j>\d+)"))
+
+
+def _rewrite(rules: list[tuple[re.Pattern[str], str]], name: str) -> str | None:
+    for pattern, target in rules:
+        if match := pattern.fullmatch(name):
+            return target.format(**match.groupdict())
+    return None
+
+
+class Loader:
+    """Copies checkpoint tensors into a decoder's parts and keeps account of what has arrived.
+
+    Also the way of weight updates: tensors may come in any order and any number of calls to `load`; `finish` checks
+    that every parameter is whole.
+    """
+
+    def __init__(self, model: Decoder, family: Family) -> None:
+        self.family = family
+        self.names = NameTable(family.names)
+        self.transforms = [(_pattern(ours), function) for ours, function in family.transforms.items()]
+        ignored = (*ALWAYS_IGNORED, *family.ignored)
+        if model.spec.tie_embeddings:
+            ignored = (*ignored, *(re.escape(t) for t, ours in family.names.items() if ours == "head.weight"))
+        self.ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
+        self.parts: dict[str, tuple[Tensor, nn.Parameter]] = {n: (view, owner) for n, view, owner in model.parts()}
+        self.num_layers = len(model.spec.layers)
+        self.arrived: dict[str, int] = {}
+
+    def _past_end(self, theirs: str) -> bool:
+        layer = re.search(r"\.layers\.(\d+)\.", theirs)
+        return self.family.mtp_past_end and layer is not None and int(layer[1]) >= self.num_layers
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy each tensor into its part. Raises CheckpointError for an unknown name or a wrong shape."""
+        for theirs, tensor in tensors:
+            ours = self.names.ours(theirs)
+            if ours is None or ours not in self.parts:
+                if self.ignored.fullmatch(theirs) or self._past_end(theirs):
+                    continue
+                raise CheckpointError(f"surplus tensor {theirs!r}: the {self.family.name} model has no place for it")
+            for pattern, function in self.transforms:
+                if pattern.fullmatch(ours):
+                    tensor = function(tensor)
+            view, owner = self.parts[ours]
+            if tensor.shape != view.shape:
+                raise CheckpointError(
+                    f"tensor {theirs!r} has shape {list(tensor.shape)}, the model needs {list(view.shape)}"
+                )
+            view.copy_(tensor)
+            self.arrived[ours] = view.numel()
+
+    def finish(self) -> None:
+        """Raises CheckpointError naming the checkpoint tensors that never came."""
+        whole: dict[int, int] = {}
+        for ours, count in self.arrived.items():
+            owner = self.parts[ours][1]
+            whole[id(owner)] = whole.get(id(owner), 0) + count
+        missing = []
+        for ours, (_, owner) in self.parts.items():
+            if whole.get(id(owner), 0) < owner.numel() and ours not in self.arrived:
+                theirs = self.names.theirs(ours)
+                if theirs is not None:
+                    missing.append(theirs)
+                elif not any(o is owner and self.names.theirs(n) for n, (_, o) in self.parts.items()):
+                    raise CheckpointError(f"the {self.family.name} name table has no name for part {ours!r}")
+        if missing:
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise CheckpointError(f"missing tensors: {', '.join(missing[:8])}{more}")
+
+
+def load_weights(model: Decoder, family: Family, path: str) -> None:
+    """Fill `model` from the checkpoint directory `path`."""
+    loader = Loader(model, family)
+    loader.load(checkpoint_tensors(path))
+    loader.finish()
+
+
+def dummy_weights(model: Decoder, seed: int) -> None:
+    """Seeded random weights: matrices of spread 1/sqrt(inputs), norms near one, vectors small."""
+    device = model.embed_VD.device
+    generator = torch.Generator(device).manual_seed(seed)
+    done: set[int] = set()
+    for name, _, owner in model.parts():
+        if id(owner) in done:
+            continue
+        done.add(id(owner))
+        data = owner.data
+        if not data.is_floating_point():
+            high = model.spec.routers[0].num_experts
+            data.copy_(torch.rand(data.shape, generator=generator, device=device).argsort(-1) % high)
+        elif data.dim() == 1:
+            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            data.copy_(centre + 0.05 * torch.randn(data.shape, generator=generator, device=device))
+        else:
+            for chunk in data.flatten(0, -2).split(1 << 16):
+                chunk.normal_(0.0, data.shape[-1] ** -0.5, generator=generator)
