@@ -1,0 +1,158 @@
+"""Paged attention: every token of a step against the cached keys and values of its own sequence.
+
+T tokens, B sequences, R rows of the slot table, C context length, S cache slots, N query heads, H key heads
+(N = G * H), D key width, E value width.
+
+The rule, for query head n of the token at position p, over the cached positions j:
+    s_j = scale * q . k_j;  s_j = softcap * tanh(s_j / softcap)
+    j is seen when j <= p, and p - window < j, and j >= p - p % chunk
+    out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_n)), in float32
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+def paged_attention(
+    q_TND: Tensor,
+    k_SHD: Tensor,
+    v_SHE: Tensor,
+    *,
+    slot_table_RC: Tensor,
+    rows_B: Tensor,
+    starts_B1: Tensor,
+    lens_B: Tensor,
+    max_query: int,
+    max_len: int,
+    scale: float,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Attend; the step's own keys and values are in the caches already. Returns [T, N, E] in q's dtype.
+
+    Sequence b: its query tokens starts_B1[b] .. starts_B1[b+1] are its last positions, lens_B[b] tokens of it are in
+    the cache, position p lies at slot slot_table_RC[rows_B[b], p]. Index tensors int32; max_query and max_len are
+    host ints, upper bounds of the query tokens and of lens (max_query == 1: exactly one token a sequence, T == B).
+    A sequence with lens 0 (padding) gets zeros. Tokens outside every sequence are not written.
+    Raises ValueError when the head counts or widths do not fit together.
+    """
+    _check(q_TND, k_SHD, v_SHE)
+    options = dict(
+        slot_table_RC=slot_table_RC, rows_B=rows_B, starts_B1=starts_B1, lens_B=lens_B, max_query=max_query,
+        max_len=max_len, scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk,
+    )  # fmt: skip
+    return paged_attention_ref(q_TND, k_SHD, v_SHE, **options)
+
+
+def _check(q_TND: Tensor, k_SHD: Tensor, v_SHE: Tensor) -> None:
+    heads, kv_heads = q_TND.shape[1], k_SHD.shape[1]
+    if heads % kv_heads or v_SHE.shape[1] != kv_heads:
+        raise ValueError(f"{heads} query heads do not share {kv_heads} key and {v_SHE.shape[1]} value heads evenly")
+    if q_TND.shape[2] != k_SHD.shape[2]:
+        raise ValueError(f"query width {q_TND.shape[2]} differs from key width {k_SHD.shape[2]}")
+
+
+def paged_attention_ref(
+    q_TND: Tensor,
+    k_SHD: Tensor,
+    v_SHE: Tensor,
+    *,
+    slot_table_RC: Tensor,
+    rows_B: Tensor,
+    starts_B1: Tensor,
+    lens_B: Tensor,
+    max_query: int,
+    max_len: int,
+    scale: float,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """The torch reference of `paged_attention`: sequences with one query token in one batch, the others in a loop."""
+    out_TNE = q_TND.new_zeros(*q_TND.shape[:2], v_SHE.shape[2])
+    rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk)
+    starts, lens = starts_B1.tolist(), lens_B.tolist()
+    counts = [end - start for start, end in pairwise(starts)]
+    single = [b for b, (count, n) in enumerate(zip(counts, lens, strict=True)) if count == 1 and n > 0]
+    if single:
+        index = torch.tensor(single, device=q_TND.device)
+        tokens, lens_b = starts_B1[index].long(), lens_B[index].long()
+        slots_BL = slot_table_RC[rows_B[index].long(), : max(lens[b] for b in single)].long()
+        # Positions past a short sequence's end may hold any slot number: read slot 0 there, the mask hides it.
+        inside_BL = torch.arange(slots_BL.shape[1], device=q_TND.device) < lens_b[:, None]
+        slots_BL = slots_BL.masked_fill(~inside_BL, 0)
+        seen_BnL = _seen(lens_b[:, None] - 1, slots_BL.shape[1], window, chunk) & inside_BL[:, None]
+        out_TNE[tokens] = _attend(q_TND[tokens][:, None], k_SHD[slots_BL], v_SHE[slots_BL], seen_BnL, **rule)[:, 0]
+    for b, (count, n) in enumerate(zip(counts, lens, strict=True)):
+        if count > 1 and n > 0:
+            tokens = slice(starts[b], starts[b + 1])
+            slots_L = slot_table_RC[rows_B[b], :n].long()
+            positions = torch.arange(n - count, n, device=q_TND.device)[None]
+            seen = None if count == n and window is None and chunk is None else _seen(positions, n, window, chunk)
+            out_TNE[tokens] = _attend(q_TND[None, tokens], k_SHD[slots_L][None], v_SHE[slots_L][None], seen, **rule)[0]
+    return out_TNE
+
+
+def _seen(positions_Bn: Tensor, length: int, window: int | None, chunk: int | None) -> Tensor:
+    """bool [B, n, L]: which cached positions the tokens at `positions_Bn` see."""
+    key_L = torch.arange(length, device=positions_Bn.device)
+    p_Bn1 = positions_Bn[..., None]
+    seen = key_L <= p_Bn1
+    if window is not None:
+        seen &= key_L > p_Bn1 - window
+    if chunk is not None:
+        seen &= key_L >= p_Bn1 - p_Bn1 % chunk
+    return seen
+
+
+def _attend(
+    q_BnND: Tensor,
+    k_BLHD: Tensor,
+    v_BLHE: Tensor,
+    seen_BnL: Tensor | None,
+    *,
+    scale: float,
+    window: int | None,
+    sinks_N: Tensor | None,
+    softcap: float | None,
+    chunk: int | None,
+) -> Tensor:
+    """Dense attention; seen_BnL None: causal over a whole prompt. Returns [B, n, N, E] in q's dtype."""
+    if sinks_N is None and softcap is None:
+        mask = None if seen_BnL is None else seen_BnL[:, None]
+        out = F.scaled_dot_product_attention(
+            q_BnND.transpose(1, 2),
+            k_BLHD.transpose(1, 2).to(q_BnND.dtype),
+            v_BLHE.transpose(1, 2).to(q_BnND.dtype),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q_BnND.shape[2] != k_BLHD.shape[2],
+        )
+        return out.transpose(1, 2)
+    if seen_BnL is None:
+        n = q_BnND.shape[1]
+        seen_BnL = torch.ones(1, n, n, dtype=torch.bool, device=q_BnND.device).tril()
+    heads, kv_heads = q_BnND.shape[2], k_BLHD.shape[2]
+    q_BHGnD = q_BnND.float().unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4)
+    score = q_BHGnD @ k_BLHD.float().permute(0, 2, 3, 1)[:, :, None] * scale
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    score = score.masked_fill(~seen_BnL[:, None, None], NEG_INF)
+    if sinks_N is not None:
+        sink = sinks_N.float().view(1, kv_heads, -1, 1, 1).expand(*score.shape[:-1], 1)
+        weight = torch.cat([score, sink], -1).softmax(-1)[..., :-1]
+    else:
+        weight = score.softmax(-1)
+    out = weight @ v_BLHE.float().permute(0, 2, 1, 3)[:, :, None]
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q_BnND.dtype)
