@@ -7,6 +7,10 @@ The rule, for every family (sources: the model's own code, see docs/models.md):
     weights = score[ids];  renormalise;  * scale
 Order is contract: ids descend by choice score, ties go to the lower id. NaN counts as the lowest score, so that
 every row holds K distinct ids in range.
+
+Ids must not depend on how a device rounds exp or tanh. Every score is monotone in its logit, so where the rule
+allows (no bias, and no groups or groups by their maximum) the choice is made on the raw logits. Elsewhere (bias,
+groups by their top 2) scores are formed in float64 and rounded to float32, on every device alike.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NEG_INF = float("-inf")
+FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +134,43 @@ def select_experts(
     logits_TE float32 or the model's dtype [T, num_logits]; bias_E, expert_scale_E float32 [num_logits].
     num_tokens_1 int32 [1], on the device: rows from there on are padding and get id -1 and weight 0 in the Routing
     (no expert is woken for them) while their store goes to the slots given, page 0.
-    Returns Routing(ids int32 [T, K], weights float32 [T, K]); order and ties as the module says.
+    Returns Routing(ids int32 [T, K], weights float32 [T, K]); order and ties as the module says. One launch on CUDA.
+    Raises ValueError when shapes, the store or the presence of the bias do not fit the spec.
     """
-    return select_experts_ref(logits_TE, spec, bias_E=bias_E, expert_scale_E=expert_scale_E, store=store, num_tokens_1=num_tokens_1)
+    check_router_inputs(logits_TE.shape, spec, bias_E, expert_scale_E, store)
+    choose = select_experts_ref
+    if logits_TE.is_cuda:
+        from tracklayer.kernels.select import select_experts_triton as choose  # triton is needed on a GPU only
+    return choose(logits_TE, spec, bias_E=bias_E, expert_scale_E=expert_scale_E, store=store, num_tokens_1=num_tokens_1)
+
+
+def check_router_inputs(
+    shape: torch.Size,
+    spec: RouterSpec,
+    bias_E: Tensor | None,
+    expert_scale_E: Tensor | None,
+    store: RouteStore | None,
+) -> None:
+    """Refuse (ValueError) what does not fit the spec: a bias forgotten here would be a wrong route, silently."""
+    if len(shape) != 2 or shape[1] != spec.num_logits:
+        raise ValueError(f"router logits must be [tokens, {spec.num_logits}], got {list(shape)}")
+    for name, tensor, wanted in (
+        ("choice_bias", bias_E, spec.choice_bias),
+        ("per_expert_scale", expert_scale_E, spec.per_expert_scale),
+    ):
+        if wanted != (tensor is not None):
+            raise ValueError(f"spec.{name} is {wanted} but the tensor is {'missing' if tensor is None else 'given'}")
+        if tensor is not None and tensor.shape != (spec.num_logits,):
+            raise ValueError(f"the tensor of {name} must be [{spec.num_logits}], got {list(tensor.shape)}")
+    if store is None:
+        return
+    pool = store.pool_SLK
+    if pool.dtype not in (torch.uint8, torch.int16) or (pool.dtype == torch.uint8 and spec.num_logits > 256):
+        raise ValueError(f"{spec.num_logits} experts do not fit a route pool of {pool.dtype}; use uint8 or int16")
+    if pool.dim() != 3 or not 0 <= store.column < pool.shape[1] or pool.shape[2] < spec.top_k:
+        raise ValueError(f"column {store.column} with top_k {spec.top_k} is outside the route pool {list(pool.shape)}")
+    if store.slots_T.shape != shape[:1]:
+        raise ValueError(f"{shape[0]} tokens need {shape[0]} slots, got {list(store.slots_T.shape)}")
 
 
 def select_experts_ref(
@@ -146,18 +185,25 @@ def select_experts_ref(
     """The torch reference of `select_experts`: same arguments, same result."""
     model_dtype = logits_TE.dtype
     logits_TE = torch.nan_to_num(logits_TE, nan=NEG_INF, neginf=NEG_INF)  # +inf becomes the largest finite value
+    raw_TE = logits_TE.float()
     if spec.score_dtype == "float32":
-        logits_TE = logits_TE.float()
+        logits_TE = raw_TE
     if spec.softcap is not None:
         logits_TE = spec.softcap * torch.tanh(logits_TE / spec.softcap)
     if spec.score == "sparsemixer":
         ids_TK, weights_TK = _sparsemixer(logits_TE.float(), spec.jitter)
     else:
-        score_TE = logits_TE if spec.after_topk else _score(logits_TE, spec.score)
-        choice_TE = _choice(score_TE.float(), spec, bias_E)
+        score_TE = logits_TE if spec.after_topk else _score(logits_TE, spec.score, exact=not chooses_on_logits(spec))
+        choice_TE = raw_TE if chooses_on_logits(spec) else score_TE.float()
+        if bias_E is not None:
+            choice_TE = torch.nan_to_num(choice_TE + bias_E.float(), nan=NEG_INF, posinf=FLOAT_MAX, neginf=NEG_INF)
+        if spec.num_groups > 1:
+            keep_TE = _kept_groups(choice_TE, spec)
+            choice_TE = choice_TE.masked_fill(~keep_TE, masked_choice(spec))
+            # DeepSeek-V2 masks with 0.0 and weighs by what is left; all others weigh by the unmasked score.
+            score_TE = score_TE.masked_fill(~keep_TE, 0.0) if spec.group_mask == 0.0 else score_TE
         ids_TK = _descending(choice_TE)[:, : spec.top_k]
-        # DeepSeek-V2 masks groups with 0.0 and weighs by what is left; all others weigh by the unmasked score.
-        weights_TK = (choice_TE if spec.group_mask == 0.0 else score_TE).gather(1, ids_TK)
+        weights_TK = score_TE.gather(1, ids_TK)
         if spec.after_topk:
             weights_TK = _score(weights_TK, spec.score)
     weights_TK = finish_weights(weights_TK.float(), ids_TK, spec, expert_scale_E)
@@ -191,6 +237,17 @@ def _recorded(ids_TK: Tensor, weights_TK: Tensor, store: RouteStore | None, num_
     return Routing(ids_TK, weights_TK)
 
 
+def chooses_on_logits(spec: RouterSpec) -> bool:
+    """Whether the order of the raw logits is the order of the choice scores (see the module docstring)."""
+    by_max = spec.num_groups == 1 or spec.group_score == "max"
+    return spec.after_topk or (not spec.choice_bias and by_max)
+
+
+def masked_choice(spec: RouterSpec) -> float:
+    """The choice score of an expert in a dropped group: below every score where the logits choose."""
+    return NEG_INF if chooses_on_logits(spec) and spec.score != "none" else spec.group_mask
+
+
 def finish_weights(
     weights_TK: Tensor, ids_TK: Tensor, spec: RouterSpec, expert_scale_E: Tensor | None = None
 ) -> Tensor:
@@ -205,7 +262,10 @@ def finish_weights(
     return weights_TK if spec.scale_output else weights_TK * spec.scale
 
 
-def _score(logits: Tensor, score: str) -> Tensor:
+def _score(logits: Tensor, score: str, exact: bool = False) -> Tensor:
+    """The scores in the logits' dtype; `exact`: formed in float64, then rounded to float32 and to that dtype."""
+    if exact:
+        return _score(logits.double(), score).float().to(logits.dtype)
     match score:
         case "softmax":
             # A row without any finite logit (padding, NaN) would give NaN; it becomes uniform.
@@ -225,17 +285,14 @@ def _descending(x: Tensor) -> Tensor:
     return torch.argsort(x, dim=-1, descending=True, stable=True)
 
 
-def _choice(score_TE: Tensor, spec: RouterSpec, bias_E: Tensor | None) -> Tensor:
-    """The score that the choice is made by: with bias, and with the experts of dropped groups masked."""
-    choice_TE = score_TE if bias_E is None else score_TE + bias_E.float()
-    if spec.num_groups == 1:
-        return choice_TE
+def _kept_groups(choice_TE: Tensor, spec: RouterSpec) -> Tensor:
+    """bool [T, E]: experts whose group is among the best topk_groups by its maximum or the sum of its top 2."""
     choice_TGE = choice_TE.unflatten(1, (spec.num_groups, -1))
     best = 1 if spec.group_score == "max" else 2
     group_TG = choice_TGE.topk(best, -1).values.sum(-1)
     keep_TG = torch.zeros_like(group_TG, dtype=torch.bool)
     keep_TG.scatter_(1, _descending(group_TG)[:, : spec.topk_groups], True)
-    return choice_TGE.masked_fill(~keep_TG[..., None], spec.group_mask).flatten(1)
+    return keep_TG[..., None].expand_as(choice_TGE).flatten(1)
 
 
 def _sparsemixer(logits_TE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
