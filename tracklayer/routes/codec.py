@@ -1,0 +1,339 @@
+"""Routes on the wire: one pair of calls reads and writes every form of the table in forms.py.
+
+    encode(routes, form, shape)     Routes -> text, bytes, array or dict
+    decode(payload, form, shape)    and back
+
+T rows, L MoE layers, K chosen experts, H decoder layers of the model (dense ones included).
+
+What a form does not declare is declared by the caller (`decode(..., layers="moe")`); where the sizes leave two
+readings, `decode` refuses and names both. numpy only.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tracklayer.errors import UserError
+from tracklayer.routes.forms import Form, RouteShape, resolve_form
+from tracklayer.routes.record import Array, Routes, fill_value, narrow_dtype
+
+PACKED = "tracklayer.routes/1"
+BLOCK_BYTES = 1 << 16
+
+
+# writing
+
+
+def encode(routes: Routes, form: str | Form, shape: RouteShape | None = None, **declared: Any) -> Any:
+    """Write `routes` in a form of FORMS (or a Form of your own); keywords change its fields.
+
+    `shape` is needed for forms over all decoder layers (its num_hidden_layers). Returns str for base64 containers,
+    bytes for npy and bytes, an array, nested lists, or a dict for raw.
+    Raises IncompleteRoutes when a row is missing and the form can not say so, UserError when ids do not fit.
+    """
+    form = resolve_form(form, declared)
+    shape = shape or RouteShape.of(routes)
+    if shape.layer_ids != routes.layer_ids:
+        raise UserError(f"routes have layers {list(routes.layer_ids)}, the shape says {list(shape.layer_ids)}")
+    if form.layers is None:
+        raise UserError('this form has either layer axis: say layers="all" or layers="moe"')
+    if form.missing is None:
+        routes.require_complete()
+    dtype = np.dtype(form.dtype or _written_dtype(routes, form))
+    if form.container != "base64" or form.axes != "TLK":
+        return _pack(_wire_array(routes, form, shape, dtype), form.container, routes.start)
+    return _base64_text(routes, form, shape, dtype)
+
+
+def _base64_text(routes: Routes, form: Form, shape: RouteShape, dtype: np.dtype[Any]) -> str:
+    """Base64 of the wire array, made in blocks that stay in the cache: widened ids are never written to memory."""
+    token_bytes = shape.columns(form.layers or "moe") * routes.top_k * dtype.itemsize
+    block_tokens = 3 * max(1, BLOCK_BYTES // (3 * token_bytes))  # a multiple of 3 bytes, so that the texts join
+    text = np.empty(-(-len(routes) * token_bytes // 3) * 4, np.uint8)
+    at = 0
+    for first in range(routes.start, routes.stop, block_tokens):
+        block = routes.tokens(first, min(first + block_tokens, routes.stop))
+        part = binascii.b2a_base64(_wire_array(block, form, shape, dtype).data, newline=False)
+        text[at : at + len(part)] = np.frombuffer(part, np.uint8)
+        at += len(part)
+    return str(text.data, "ascii")
+
+
+def _wire_array(routes: Routes, form: Form, shape: RouteShape, dtype: np.dtype[Any]) -> Array:
+    """The ids as they lie on the wire: C-contiguous, little-endian."""
+    ids = routes.to(dtype, missing=form.missing)
+    if form.layers == "all" and shape.columns("all") != len(routes.layer_ids):
+        wide = np.full((len(routes), shape.columns("all"), routes.top_k), form.dense or 0, dtype)
+        wide[:, _column_index(shape.layer_ids)] = ids
+        ids = wide
+    ids = ids if form.axes == "TLK" else ids.transpose(1, 0, 2)
+    return np.ascontiguousarray(ids, dtype.newbyteorder("<"))
+
+
+def _written_dtype(routes: Routes, form: Form) -> str:
+    """As narrow as the ids allow: unsigned where no row is marked -1, signed where one may be."""
+    if form.missing == -1 and not routes.complete:
+        return "int16" if routes.num_experts <= 1 << 15 else "int32"
+    return "uint8" if routes.num_experts <= 256 else "uint16" if routes.num_experts <= 1 << 16 else "int32"
+
+
+def _column_index(layer_ids: tuple[int, ...]) -> slice | list[int]:
+    """The layers as a slice where they are evenly spaced (so that reading is a view), else as a list."""
+    step = layer_ids[1] - layer_ids[0] if len(layer_ids) > 1 else 1
+    spaced = all(b - a == step for a, b in pairwise(layer_ids))
+    return slice(layer_ids[0], layer_ids[-1] + 1, step) if spaced else list(layer_ids)
+
+
+def _pack(ids: Array, container: str, start: int) -> Any:
+    """Put an array of `_wire_array` into its container."""
+    flat = ids.reshape(-1).view(np.uint8).data
+    match container:
+        case "base64":
+            return binascii.b2a_base64(flat, newline=False).decode("ascii")
+        case "base85":
+            return base64.b85encode(flat).decode("ascii")
+        case "bytes":
+            return bytes(flat)
+        case "npy" | "npy_base64":
+            file = io.BytesIO()
+            np.save(file, ids, allow_pickle=False)
+            blob = file.getbuffer()
+            return bytes(blob) if container == "npy" else binascii.b2a_base64(blob, newline=False).decode("ascii")
+        case "array":
+            return ids
+        case "list":
+            return ids.tolist()
+        case "raw":
+            return {"data": bytes(flat), "shape": list(ids.shape), "dtype": str(ids.dtype), "start": start}
+    raise UserError(f"unknown container {container!r}")
+
+
+# reading
+
+
+def decode(
+    payload: Any,
+    form: str | Form,
+    shape: RouteShape,
+    *,
+    start: int = 0,
+    num_tokens: int | None = None,
+    shared_columns: int = 0,
+    **declared: Any,
+) -> Routes:
+    """Read a payload in a form of FORMS (or a Form of your own); keywords change its fields, e.g. dtype="uint8".
+
+    start           position of the first row (the offset that the producer was asked for, or says)
+    num_tokens      S, tokens of the whole sequence, the last sampled one included; with it the row count is checked
+    shared_columns  columns of shared experts behind the K routed ones, cut off
+    Raises UserError for a size that no reading explains or that two explain, for ids in dense layers' columns,
+    and for what `Routes` refuses.
+    """
+    form = resolve_form(form, declared)
+    ids, start = _unpack(payload, form, start)
+    reading = _read_sizes(ids, form, shape, start, num_tokens, shape.top_k + shared_columns)
+    ids = ids.reshape(reading.lengths(form.axes))
+    if form.axes == "LTK":
+        ids = ids.transpose(1, 0, 2)
+    if reading.layers == "all" and ids.shape[1] != len(shape.layer_ids):
+        _check_dense(ids, form, shape, start)
+        ids = ids[:, _column_index(shape.layer_ids)]
+    ids = ids[:, :, : shape.top_k]
+    if form.missing == 0 and shape.top_k > 1:
+        zero_TL = (ids == 0).all(-1)
+        if zero_TL.any():
+            ids = ids.astype(np.int32)
+            ids[zero_TL] = -1
+    return Routes(ids, shape.layer_ids, shape.num_experts, start)
+
+
+def _unpack(payload: Any, form: Form, start: int) -> tuple[Array, int]:
+    """The ids as an array, flat where the container says no shape, and the position of the first row."""
+    match form.container:
+        case "base64" | "base85" | "bytes":
+            if form.dtype is None:
+                raise UserError(f'flat {form.container} does not say its type: declare it, e.g. dtype="int32"')
+            blob = payload if form.container == "bytes" else _text_to_bytes(payload, form.container)
+            return _from_bytes(blob, form.dtype), start
+        case "npy" | "npy_base64":
+            blob = payload if form.container == "npy" else _text_to_bytes(payload, "base64")
+            try:
+                return np.load(io.BytesIO(blob), allow_pickle=False), start
+            except (ValueError, EOFError, OSError) as error:
+                raise UserError(f"not a .npy file: {error}") from error
+        case "raw":
+            keys = ("data", "shape", "dtype")
+            if not isinstance(payload, Mapping) or any(key not in payload for key in keys):
+                raise UserError(f"raw routes are a mapping with {', '.join(keys)}, got {_brief(payload)}")
+            said = payload.get("start")
+            if said is not None and start not in (0, said):
+                raise UserError(f"start {start} was asked for but the payload says that its rows start at {said}")
+            ids = _from_bytes(payload["data"], str(payload["dtype"]))
+            return _reshape(ids, payload["shape"]), int(start if said is None else said)
+    try:
+        ids = np.asarray(payload)
+    except ValueError as error:
+        raise UserError(f"nested lists must be [tokens][layers][top_k] of equal lengths: {error}") from error
+    if ids.size == 0:
+        ids = ids.astype(form.dtype or np.int32)
+    if ids.dtype.kind not in "iu":
+        raise UserError(f"expert ids must be integers, got an array of {ids.dtype} {list(ids.shape)}")
+    return ids, start
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
+
+
+def _text_to_bytes(text: Any, container: str) -> bytes:
+    if not isinstance(text, (str, bytes)):
+        raise UserError(f"routes should be {container} text, got {_brief(text)}")
+    try:
+        return binascii.a2b_base64(text, strict_mode=True) if container == "base64" else base64.b85decode(text)
+    except ValueError as error:
+        raise UserError(f"routes are not {container}: {error}") from error
+
+
+def _from_bytes(blob: Any, dtype: str) -> Array:
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise UserError(f"unknown type of ids {dtype!r}") from error
+    if kind.kind not in "iu":
+        raise UserError(f"ids can not be {dtype!r}: they are integers")
+    size_bytes = memoryview(blob).nbytes
+    if size_bytes % kind.itemsize:
+        raise UserError(f"{size_bytes} bytes are not a whole number of {dtype}")
+    return np.frombuffer(blob, kind.newbyteorder("<"))
+
+
+def _reshape(ids: Array, shape: Any) -> Array:
+    lengths = tuple(int(n) for n in shape)
+    if int(np.prod(lengths)) != ids.size:
+        raise UserError(f"{ids.size} ids do not fill the shape {list(lengths)} that comes with them")
+    return ids.reshape(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One way to read a payload's size: rows x columns x width."""
+
+    layers: str
+    last_row: bool | None
+    rows: int
+    columns: int
+    width: int
+
+    def lengths(self, axes: str) -> tuple[int, int, int]:
+        return (self.rows, self.columns, self.width) if axes == "TLK" else (self.columns, self.rows, self.width)
+
+    def __str__(self) -> str:
+        last = "" if self.last_row is None else f", {'with' if self.last_row else 'without'} a row for the last token"
+        return f'{self.rows} rows x {self.columns} layers (layers="{self.layers}") x {self.width}{last}'
+
+
+def _read_sizes(ids: Array, form: Form, shape: RouteShape, start: int, num_tokens: int | None, width: int) -> _Reading:
+    """The one reading of the payload's size that the declarations leave; refuses none and several."""
+    if ids.ndim not in (1, 3):
+        raise UserError(f"routes should be flat or [tokens, layers, top_k], got shape {list(ids.shape)}")
+    declared = _readings(ids, form, shape, start, num_tokens, width)
+    if len(declared) == 1:
+        return declared[0]
+    if declared:
+        both = "; or ".join(str(reading) for reading in declared)
+        raise UserError(f"{_size(ids)} can be read as {both}: declare layers, last_row or num_tokens")
+    expected = f"{shape.top_k} experts of {len(shape.layer_ids)} MoE layers ({shape.num_hidden_layers} decoder layers)"
+    if num_tokens is not None:
+        expected += f", sequence of {num_tokens} tokens from position {start}"
+    open_form = replace(form, layers=None, last_row=None)
+    fits = [str(r) for s in {start, 0} for r in _readings(ids, open_form, shape, s, num_tokens, width)]
+    hint = f"; it would fit as {'; or '.join(fits)}" if fits else "; it may have columns of shared experts"
+    hint += " from position 0 (was start ignored?)" if fits and start else ""
+    raise UserError(f"{_size(ids)} is not what was declared: {expected}{hint}")
+
+
+def _size(ids: Array) -> str:
+    return f"a payload of {ids.size} ids" if ids.ndim == 1 else f"an array {list(ids.shape)}"
+
+
+def _readings(
+    ids: Array, form: Form, shape: RouteShape, start: int, num_tokens: int | None, width: int
+) -> list[_Reading]:
+    """Every reading of the payload's size that the form, the model and the token count allow."""
+    axes = [form.layers] if form.layers else ["moe"] + ["all"] * (shape.num_hidden_layers is not None)
+    lasts = [form.last_row] if form.last_row is not None else [False, True]
+    found: dict[tuple[int, int], _Reading] = {}
+    for layers in axes:
+        columns = shape.columns(layers)
+        for last in lasts if num_tokens is not None else [None]:
+            rows = ids.size // (columns * width) if num_tokens is None else num_tokens - start - (not last)
+            rows = max(rows, 0)
+            reading = _Reading(layers, last, rows, columns, width)
+            lengths = reading.lengths(form.axes)
+            if (ids.shape == lengths) if ids.ndim == 3 else (ids.size == rows * columns * width):
+                found.setdefault((rows, columns), reading)
+    if ids.size == 0 and len(found) > 1 and len({rows for rows, _ in found}) == 1:
+        return list(found.values())[:1]  # no rows: every layer axis reads the same
+    return list(found.values())
+
+
+def _check_dense(ids: Array, form: Form, shape: RouteShape, start: int) -> None:
+    if form.dense is None:
+        return
+    value = form.dense if ids.dtype.kind == "i" or form.dense >= 0 else fill_value(ids.dtype)
+    for layer in sorted(set(range(ids.shape[1])) - set(shape.layer_ids)):
+        wrong_T = (ids[:, layer] != value).any(-1)
+        if wrong_T.any():
+            t = int(np.argmax(wrong_T))
+            raise UserError(
+                f"layer {layer} is dense in this model, but token {start + t} has ids {ids[t, layer].tolist()} there "
+                f"({int(wrong_T.sum())} rows): the layer axis is another one, or shifted"
+            )
+
+
+# our own forms
+
+
+def encode_sglang(routes: Routes, num_hidden_layers: int | None = None, dtype: str = "int32") -> str:
+    """SGLang's wire form: base64 of little-endian ids [T, H, K], zeros in dense layers; without H the MoE layers."""
+    form = "sglang" if num_hidden_layers is not None else "sglang_moe"
+    return str(encode(routes, form, RouteShape.of(routes, num_hidden_layers), dtype=dtype))
+
+
+def encode_packed(routes: Routes, *, binary: bool = False) -> dict[str, Any]:
+    """The narrow self-describing form: a JSON object, `data` base64 text (or bytes with `binary`, for msgpack)."""
+    data = _pack(np.ascontiguousarray(routes.experts_TLK), "bytes" if binary else "base64", 0)
+    return {
+        "format": PACKED,
+        "dtype": str(routes.dtype),
+        "shape": list(routes.shape),
+        "start": routes.start,
+        "layer_ids": list(routes.layer_ids),
+        "num_experts": routes.num_experts,
+        "data": data,
+    }
+
+
+def decode_packed(payload: Mapping[str, Any]) -> Routes:
+    """Read `encode_packed`'s object, binary or not. Raises UserError for another format, type or size."""
+    if not isinstance(payload, Mapping) or payload.get("format") != PACKED:
+        raise UserError(f"packed routes are an object with format {PACKED!r}, got {_brief(payload)}")
+    lacking = [key for key in ("dtype", "shape", "start", "layer_ids", "num_experts", "data") if key not in payload]
+    if lacking:
+        raise UserError(f"packed routes lack {', '.join(lacking)}")
+    shape, num_experts = payload["shape"], int(payload["num_experts"])
+    if len(shape) != 3 or payload["dtype"] != str(narrow_dtype(num_experts, int(shape[2]))):
+        raise UserError(f"{payload['dtype']} of shape {shape} is not how {num_experts} experts are packed")
+    data = payload["data"]
+    blob = _text_to_bytes(data, "base64") if isinstance(data, str) else data
+    ids_TLK = _reshape(_from_bytes(blob, payload["dtype"]), shape)
+    return Routes(ids_TLK, payload["layer_ids"], num_experts, int(payload["start"]))
