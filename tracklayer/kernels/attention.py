@@ -88,9 +88,10 @@ def paged_attention_ref(
         index = torch.tensor(single, device=q_TND.device)
         tokens, lens_b = starts_B1[index].long(), lens_B[index].long()
         slots_BL = slot_table_RC[rows_B[index].long(), : max(lens[b] for b in single)].long()
-        # Positions past a short sequence's end may hold any slot number: read slot 0 there, the mask hides it.
+        # Positions past a short sequence's end may hold any slot number, and any slot NaN, which a mask would not hide:
+        # read the sequence's own first slot there.
         inside_BL = torch.arange(slots_BL.shape[1], device=q_TND.device) < lens_b[:, None]
-        slots_BL = slots_BL.masked_fill(~inside_BL, 0)
+        slots_BL = torch.where(inside_BL, slots_BL, slots_BL[:, :1])
         seen_BnL = _seen(lens_b[:, None] - 1, slots_BL.shape[1], window, chunk) & inside_BL[:, None]
         out_TNE[tokens] = _attend(q_TND[tokens][:, None], k_SHD[slots_BL], v_SHE[slots_BL], seen_BnL, **rule)[:, 0]
     for b, (count, n) in enumerate(zip(counts, lens, strict=True)):
