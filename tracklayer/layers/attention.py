@@ -49,8 +49,9 @@ class Attention(nn.Module):
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             value_dim=spec.value_dim,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
+            q_norm_D=self.q_norm,
+            k_norm_D=self.k_norm,
+            norm_whole=spec.qk_norm == "whole",
             norm_eps=spec.norm.eps,
             norm_offset=spec.norm.offset,
             norm_after_rope=spec.qk_norm_after_rope,
@@ -80,5 +81,3 @@ class Attention(nn.Module):
         for name, owner in (("q_norm.weight", self.q_norm), ("k_norm.weight", self.k_norm), ("sinks", self.sinks)):
             if owner is not None:
                 yield name, owner.data, owner
-
-

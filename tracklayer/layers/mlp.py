@@ -24,7 +24,7 @@ class MLP(nn.Module):
         self.down = Linear(spec.width, {"down": hidden_size}, bias=spec.bias)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        return self.down(act_mul(self.gate_up(x_TD), self.spec.activation))
+        return self.down(act_mul(self.gate_up(x_TD), self.spec.activation, gated=self.spec.gated))
 
     def parts(self) -> Iterator[Part]:
         yield from self.gate_up.parts()

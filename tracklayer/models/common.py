@@ -29,12 +29,16 @@ OUTER = {
 }
 
 
-def mlp_names(theirs: str, ours: str, spelling: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, str]:
+def mlp_names(
+    theirs: str, ours: str, spelling: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, str]:
     """Names of one gated MLP's three matrices below the prefixes `theirs` and `ours`."""
     return {f"{theirs}.{t}.weight": f"{ours}.{o}.weight" for t, o in zip(spelling, ("gate", "up", "down"), strict=True)}
 
 
-def moe_names(block: str, gate: str, spelling: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, str]:
+def moe_names(
+    block: str, gate: str, spelling: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, str]:
     """Names of a router's gate and of experts stored one by one below model.layers.{i}.<block>."""
     theirs = f"model.layers.{{i}}.{block}"
     return {
@@ -108,7 +112,14 @@ def dense(c: Config, key: str = "intermediate_size") -> MLPSpec:
 
 def activation(c: Config) -> Any:
     """Our name of the config's activation. Raises CheckpointError for one that is not known."""
-    known = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"}
+    known = {
+        "silu": "silu",
+        "swish": "silu",
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "relu2": "relu2",
+    }
     name = c.get("hidden_act") or c.get("hidden_activation") or "silu"
     if name not in known:
         raise CheckpointError(f"activation {name!r} is not known; known are {', '.join(known)}")

@@ -13,6 +13,7 @@ from typing import Any
 from tracklayer.kernels.topk import RouterSpec
 from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec, NormSpec
 
+
 @dataclass(frozen=True, kw_only=True)
 class Sublayer:
     """x + residual_scale * post_norm(body(pre_norm(x))). `name` is its key among the layer's tensors."""

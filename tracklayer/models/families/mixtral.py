@@ -9,10 +9,16 @@ from tracklayer.models.spec import Family, ModelSpec, Sublayer
 
 
 def spec(c: Config) -> ModelSpec:
-    router = RouterSpec(num_experts=need(c, "num_local_experts"), top_k=need(c, "num_experts_per_tok"), renormalize=True)
+    router = RouterSpec(
+        num_experts=need(c, "num_local_experts"), top_k=need(c, "num_experts_per_tok"), renormalize=True
+    )
     layer = (
         Sublayer(name="attn", body=gqa(c, window=c.get("sliding_window")), pre_norm=norm(c)),
-        Sublayer(name="ffn", body=MoESpec(router=router, width=c["intermediate_size"], activation=activation(c)), pre_norm=norm(c)),
+        Sublayer(
+            name="ffn",
+            body=MoESpec(router=router, width=c["intermediate_size"], activation=activation(c)),
+            pre_norm=norm(c),
+        ),
     )
     return model(c, lambda i: layer)
 

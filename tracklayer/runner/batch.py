@@ -1,0 +1,80 @@
+"""A StepPlan as tensors. T tokens, B sequences (one per share, in plan order), N sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tracklayer.layers.batch import Batch
+from tracklayer.runner.kv_cache import Caches
+from tracklayer.runner.rows import Rows
+from tracklayer.types import StepPlan
+
+Array = npt.NDArray[Any]
+ALIGN = 32  # int32 values: kernels specialise on aligned pointers, so every array starts aligned
+
+
+def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """int32 arrays to the device in one copy that does not wait."""
+    offsets = np.cumsum([0] + [-(-len(a) // ALIGN) * ALIGN for a in arrays])
+    packed = np.zeros(int(offsets[-1]), np.int32)
+    for array, offset in zip(arrays, offsets, strict=False):
+        packed[offset : offset + len(array)] = array
+    tensor = torch.from_numpy(packed)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    return [tensor[offset : offset + len(array)] for array, offset in zip(arrays, offsets, strict=False)]
+
+
+def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
+    """The eager form of a step: its Batch, the indices in T of the tokens whose logits are sampled, and their rows.
+
+    Both int32 [N]. Enters the step's slots in the slot table.
+    """
+    shares = plan.shares
+    counts = np.array([s.num_tokens for s in shares], np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    num_decode = sum(s.token_ids is None for s in shares)
+    token_ids = np.concatenate(
+        [np.zeros(1, np.int32) if s.token_ids is None else np.asarray(s.token_ids, np.int32) for s in shares]
+    )
+    prefill = shares[num_decode:]
+    tensors = upload(
+        [
+            token_ids,
+            np.concatenate([np.arange(s.start, s.start + s.num_tokens, dtype=np.int32) for s in shares]),
+            np.concatenate([s.slots[-s.num_tokens :] for s in shares]),
+            np.array([s.row for s in shares], np.int32),
+            starts,
+            np.array([s.start + s.num_tokens for s in shares], np.int32),
+            np.array([starts[b + 1] - 1 for b, s in enumerate(shares) if s.samples], np.int32),
+            np.array([s.row for s in shares if s.samples], np.int32),
+            *[s.slots for s in prefill],
+        ],
+        device,
+    )
+    token_ids_T, positions_T, slots_T, rows_B, starts_B1, lens_B, sampled_N, sampled_rows_N = tensors[:8]
+    for share, slots in zip(prefill, tensors[8:], strict=True):
+        rows.enter_prefill(share, slots)
+    if num_decode:
+        d = slice(0, num_decode)
+        token_ids_T[d] = rows.enter_decode(rows_B[d], positions_T[d], slots_T[d])
+    batch = Batch(
+        token_ids_T=token_ids_T,
+        positions_T=positions_T,
+        slots_T=slots_T,
+        rows_B=rows_B,
+        starts_B1=starts_B1,
+        lens_B=lens_B,
+        slot_table_RC=rows.slot_table_RC,
+        max_query=int(counts.max()),
+        max_len=max(s.start + s.num_tokens for s in shares),
+        kv=caches.kv,
+        pool_SLK=caches.pool.tensor_SLK if caches.pool else None,
+    )
+    return batch, sampled_N, sampled_rows_N

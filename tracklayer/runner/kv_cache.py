@@ -1,0 +1,85 @@
+"""The caches, indexed by slot: keys and values of every attention layer, and the route pool beside them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracklayer.errors import UserError
+from tracklayer.kernels.rows import copy_slots
+from tracklayer.layers.spec import AttentionSpec
+from tracklayer.routes.pool import RoutePool, RouteShape
+
+CPU_CACHE_BYTES = 2 << 30
+
+
+@dataclass(slots=True)
+class Caches:
+    """kv[a] = (k [S, H, D], v [S, H, E]) of attention sublayer a; pool None when recording is off."""
+
+    kv: list[tuple[Tensor, Tensor]]
+    pool: RoutePool | None
+
+    @classmethod
+    def allocate(
+        cls,
+        num_slots: int,
+        attentions: list[AttentionSpec],
+        routes: RouteShape | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Caches:
+        kv = [
+            (
+                torch.zeros(num_slots, a.num_kv_heads, a.head_dim, dtype=dtype, device=device),
+                torch.zeros(num_slots, a.num_kv_heads, a.value_dim, dtype=dtype, device=device),
+            )
+            for a in attentions
+        ]
+        return cls(kv, RoutePool(num_slots, routes, device) if routes else None)
+
+    def copy(self, pairs_N2: Tensor) -> None:
+        """Copy slots (source, target) in every cache and in the pool."""
+        tensors = [t for pair in self.kv for t in pair]
+        copy_slots([*tensors, *([self.pool.tensor_SLK] if self.pool else [])], pairs_N2)
+
+
+def kv_bytes_per_slot(attentions: list[AttentionSpec], dtype: torch.dtype) -> int:
+    return sum(a.num_kv_heads * (a.head_dim + a.value_dim) for a in attentions) * dtype.itemsize
+
+
+def available_bytes(device: torch.device, mem_fraction: float) -> int:
+    """Bytes that the caches may take: what `mem_fraction` of the GPU leaves beside what is in use; a fixed share on CPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1 - mem_fraction) * total)
+    pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
+    free = pages * os.sysconf("SC_PAGE_SIZE") if pages else 4 * CPU_CACHE_BYTES
+    return min(CPU_CACHE_BYTES, free // 4)
+
+
+def choose_num_slots(
+    budget_bytes: int, per_slot_bytes: int, page_size: int, wanted: int | None, most_useful: int
+) -> int:
+    """Slots to allocate, a multiple of page_size with the never-used page 0 included.
+
+    wanted: max_total_tokens. most_useful: more could never be in use at once. Raises UserError when not even a few
+    pages fit.
+    """
+    fitting = budget_bytes // per_slot_bytes
+    if wanted is not None and wanted > fitting:
+        raise UserError(
+            f"max_total_tokens {wanted} needs {wanted * per_slot_bytes / 2**30:.2f} GiB of cache, "
+            f"{budget_bytes / 2**30:.2f} are left beside the weights"
+        )
+    usable = min(fitting, most_useful) if wanted is None else wanted
+    if usable < page_size:
+        raise UserError(
+            f"no room for a KV cache: {budget_bytes / 2**20:.0f} MiB are left beside the weights, one page needs "
+            f"{per_slot_bytes * page_size / 2**20:.1f}; raise --mem-fraction-static or use more GPUs"
+        )
+    return (usable // page_size + 1) * page_size

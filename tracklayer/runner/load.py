@@ -1,0 +1,104 @@
+"""From a configuration to a decoder with weights on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tracklayer.config import EngineConfig, load_model_config
+from tracklayer.errors import UserError
+from tracklayer.models.decoder import Decoder
+from tracklayer.models.registry import resolve
+from tracklayer.models.spec import Family, ModelSpec
+from tracklayer.models.weights import dummy_weights, load_weights
+from tracklayer.routes.pool import RouteShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A decoder and what it was made from. `context_length` is the configured one, at most the checkpoint's."""
+
+    decoder: Decoder
+    family: Family
+    spec: ModelSpec
+    hf_config: dict[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+
+    @property
+    def route_shape(self) -> RouteShape:
+        routers = self.spec.routers
+        return RouteShape(
+            layer_ids=self.spec.moe_layers,
+            top_k=max(r.top_k for r in routers),
+            num_experts=max(r.num_logits for r in routers),
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: the GPU when there is one. Raises UserError for cuda without a GPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda was asked for, but torch sees no GPU; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load_model(config: EngineConfig, seed: int) -> LoadedModel:
+    """Read the checkpoint's config, build the decoder and fill it.
+
+    Raises CheckpointError / UserError: not a checkpoint, unknown architecture, tensors missing or too many, a dense
+    model with recording on, weights that do not fit the GPU, a context longer than the model's.
+    """
+    hf_config = load_model_config(config.model_path, config.json_model_override_args)
+    family, spec = resolve(hf_config)
+    if config.enable_return_routed_experts and not spec.moe_layers:
+        raise UserError(
+            f"{family.name} with this config has no MoE layer, so there are no routes to record; "
+            "start without --enable-return-routed-experts"
+        )
+    context_length = config.context_length or spec.context_length
+    if context_length > spec.context_length:
+        raise UserError(f"context_length {context_length} is more than the model's {spec.context_length}")
+    device = choose_device(config.device)
+    if config.dtype == "auto":
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    else:
+        dtype = getattr(torch, config.dtype)
+    try:
+        with torch.device(device), default_dtype(dtype):
+            decoder = Decoder(spec, context_length)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise UserError(
+            f"the weights of {family.name} do not fit: {free / 2**30:.1f} of {total / 2**30:.1f} GiB were free; "
+            "use a smaller dtype or more GPUs (--tp-size)"
+        ) from error
+    if config.load_format == "dummy":
+        dummy_weights(decoder, seed)
+    else:
+        load_weights(decoder, family, config.model_path)
+    return LoadedModel(
+        decoder=decoder.eval(),
+        family=family,
+        spec=spec,
+        hf_config=hf_config,
+        device=device,
+        dtype=dtype,
+        context_length=context_length,
+    )
