@@ -1,0 +1,64 @@
+"""The command line: one row a command; a command's module is imported only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from tracklayer.errors import TracklayerError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`module` holds `main(argv) -> int | None`; `extra` is the install that brings what it imports."""
+
+    module: str
+    help: str
+    extra: str | None = None
+
+
+COMMANDS = {
+    "serve": Command("tracklayer.server.launch", "serve a model over HTTP", "serve"),
+    "demo": Command("tracklayer.demo.job", "serve the demonstration model, ask it, check every route", "demo"),
+    "demo-model": Command("tracklayer.demo.model", "write the demonstration model's checkpoint directory", "demo"),
+    "audit": Command("tracklayer.audit.cli", "compare routes of any engine with a reference model", "serve"),
+    "scan": Command("tracklayer.audit.scan_cli", "find routers that are built without a layer id in a source tree"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    return f"usage: tracklayer COMMAND [arguments]\n\n{rows}\n\ntracklayer COMMAND --help tells a command's arguments."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 2 wrong input, else the command's own."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] in ([], ["-h"], ["--help"], ["help"]):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        print(f"tracklayer {version('tracklayer')}")
+        return 0
+    command = COMMANDS.get(argv[0])
+    if command is None:
+        print(f"unknown command {argv[0]!r}\n{usage()}", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(command.module).main(argv[1:]) or 0
+    except ModuleNotFoundError as error:
+        # Ours missing is a fault of ours; another's missing is an install that lacks an extra.
+        if command.extra is None or (error.name or "").startswith("tracklayer"):
+            raise
+        print(f"error: {error.name} is not installed: pip install 'tracklayer[{command.extra}]'", file=sys.stderr)
+        return 2
+    except TracklayerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
