@@ -107,7 +107,7 @@ def fused_experts_ref(
     if order_P is not None:
         pairs_PD = torch.empty_like(done_PD)
         pairs_PD[order_P] = done_PD
-    pairs_TKD = pairs_PD.view(num_tokens, top_k, -1)
+    pairs_TKD = pairs_PD.view(num_tokens, top_k, x_TD.shape[1])
     if spec.num_zero_experts:
         pairs_TKD = torch.where((ids_TK >= num_experts)[..., None], x_TD[:, None], pairs_TKD)
     weights_TK = torch.ones_like(weights_TK) if spec.weight_on_input else weights_TK
