@@ -210,6 +210,7 @@ class Share:
     history: with admitted, all tokens known so far (prompt and earlier output), for penalties after a preemption.
     """
 
+    rid: str
     row: int
     start: int
     num_tokens: int
