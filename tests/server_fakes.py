@@ -216,7 +216,7 @@ class FakeEngine:
         output = RequestOutput(request.rid, new, prompt, live.cached, finish)
         if request.return_logprob:
             output.output_logprobs = self._logprobs(request, new, prompt + first)
-            if live.reported == 0 and 0 <= request.logprob_start_len and (new or finish):
+            if live.reported == 0 and request.logprob_start_len >= 0 and (new or finish):
                 start = request.logprob_start_len
                 output.input_logprobs = self._logprobs(request, request.input_ids[start:], start)
                 output.input_logprobs.logprobs[:1] = np.nan

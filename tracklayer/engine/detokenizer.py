@@ -70,15 +70,13 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], patterns: Sequence[str]) -> None:
         self._stops = stops
-        self._longest = max(map(len, stops), default=0)
         self._patterns = [(p, compile_pattern(p)) for p in patterns]
         self._seen = 0
 
     def find(self, text: str) -> Match | None:
         """The earliest stop string that ends in text not looked at before, else the first pattern that matches."""
-        start = max(0, self._seen - self._longest + 1)
-        self._seen = len(text)
-        found = [Match(s, at) for s in self._stops if (at := text.find(s, start)) >= 0]
+        seen, self._seen = self._seen, len(text)
+        found = [Match(s, at) for s in self._stops if (at := text.find(s, max(0, seen - len(s) + 1))) >= 0]
         if found:
             return min(found, key=lambda m: m.position)
         base = max(0, len(text) - REGEX_WINDOW)

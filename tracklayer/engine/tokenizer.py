@@ -36,7 +36,8 @@ class TextTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._fast is not None:
-            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+            # unlike `encode`, the batch form lets other threads run meanwhile
+            return list(self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         with self._lock:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
