@@ -1,0 +1,186 @@
+"""Pages of the KV cache: the free list, and who holds the rest (a sequence or the prefix tree).
+
+Page p is slots p * page_size .. (p + 1) * page_size - 1. Page 0 is never given out: padded rows write there.
+Positions are tokens' places in a sequence, slots their places in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from tracklayer.scheduler.prefix import EMPTY, Ints, Match, Node, PrefixTree
+from tracklayer.scheduler.sequence import Sequence
+
+
+class PageAllocator:
+    """A stack of free pages, taken and returned as int32 arrays."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.num_free = num_pages - 1
+        self._stack = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
+        self._is_free = np.ones(num_pages, np.bool_)
+        self._is_free[0] = False
+
+    def allocate(self, count: int) -> Ints:
+        assert 0 <= count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
+        self.num_free -= count
+        pages = self._stack[self.num_free : self.num_free + count][::-1].copy()
+        self._is_free[pages] = False
+        return pages
+
+    def free(self, pages: Ints) -> None:
+        assert not self._is_free[pages].any() and (pages > 0).all(), f"pages freed twice, or page 0: {pages.tolist()}"
+        self._is_free[pages] = True
+        self._stack[self.num_free : self.num_free + len(pages)] = pages
+        self.num_free += len(pages)
+
+    def free_pages(self) -> Ints:
+        """The free pages, in no order."""
+        return self._stack[: self.num_free]
+
+
+class PagedCache:
+    """The pages of all sequences and of the prefix tree. Every page is free, or one sequence's own, or the tree's."""
+
+    def __init__(self, num_slots: int, page_size: int, prefix_cache: bool) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_slots // page_size)
+        self.tree = PrefixTree(page_size)
+        self.prefix_cache = prefix_cache
+        self._offsets = np.arange(page_size, dtype=np.int32)
+        self._pinned: list[Node] = []
+
+    @property
+    def available(self) -> int:
+        """Pages that `extend` can give: free, or in the tree without a user."""
+        return self.allocator.num_free + self.tree.num_evictable
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> Ints:
+        """Take `count` pages, evicting from the tree as needed; at most `available`."""
+        if count > self.allocator.num_free:
+            self.allocator.free(self.tree.evict(count - self.allocator.num_free))
+        return self.allocator.allocate(count)
+
+    def extend(self, seq: Sequence, end: int) -> None:
+        """Give slots to positions up to `end`."""
+        count = self.pages_for(end) - seq.num_allocated // self.page_size
+        if count > 0:
+            pages = self.allocate(count)
+            slots = (pages[:, None] * self.page_size + self._offsets).ravel()
+            seq.slots[seq.num_allocated : seq.num_allocated + len(slots)] = slots
+            seq.num_allocated += len(slots)
+
+    def append_page(self, seq: Sequence, page: int) -> None:
+        """Give an allocated page to the sequence's next positions."""
+        at, size = seq.num_allocated, self.page_size
+        if size == 1:
+            seq.slots[at] = page
+        else:
+            seq.slots[at : at + size] = page * size + self._offsets
+        seq.num_allocated = at + size
+
+    def match(self, seq: Sequence, step: int) -> Match:
+        """The prefix of seq.fill that is in the cache, as far as the sequence may use it."""
+        if not self.prefix_cache:
+            return Match()
+        return self.tree.match(seq.request.cache_key, seq.fill, seq.hit_limit(), step)
+
+    def place(self, seq: Sequence, match: Match) -> None:
+        """Lay the matched whole pages under the sequence and lock them; pin the page that the tail is copied from."""
+        seq.node = self.tree.take(seq.request.cache_key, match)
+        most = self.pages_for(seq.prompt_len + seq.max_new) * self.page_size
+        seq.slots = np.empty(most, np.int32)
+        seq.slots[: match.length] = self.tree.path_slots(seq.node)
+        seq.num_allocated = seq.num_computed = seq.num_inserted = match.length
+        if match.tail_node is not None:
+            self.tree.lock(match.tail_node)
+            self._pinned.append(match.tail_node)
+
+    def unpin(self) -> None:
+        """Let go of the pages that tails are copied from, once no page of this plan can be taken any more."""
+        for node in self._pinned:
+            self.tree.unlock(node)
+        self._pinned.clear()
+
+    def publish(self, seq: Sequence, step: int) -> None:
+        """Enter the sequence's prefilled tokens, of which the last are in plan `step`, into the tree.
+
+        Inside a prefill only whole pages enter; at its end also the page that is begun, which the sequence goes on
+        writing: the tree knows only the part that is entered.
+        """
+        end = seq.num_computed
+        if seq.prefilling:
+            end -= end % self.page_size
+        if not self.prefix_cache or seq.private or end <= seq.num_inserted:
+            return
+        start = self._insert(seq, seq.fill, end, step)
+        if start is not None:
+            if start > seq.num_inserted:
+                seq.duplicates.append((seq.num_inserted, start))
+            seq.num_inserted = end
+
+    def release(self, seq: Sequence, tokens: Ints, step: int) -> None:
+        """Take all pages from the sequence; the tree keeps `tokens` (int32, known and computed by plans to `step`)."""
+        assert seq.node is not None
+        if self.prefix_cache and len(tokens) > seq.num_inserted:
+            start = self._insert(seq, tokens, len(tokens), step)
+            if start is not None:
+                seq.duplicates.append((seq.num_inserted, start))
+                seq.num_inserted = len(tokens)
+        self.allocator.free(self.own_pages(seq))
+        self.tree.unlock(seq.node)
+        seq.node, seq.slots, seq.duplicates = None, EMPTY, []
+        seq.num_allocated = seq.num_computed = seq.num_inserted = 0
+
+    def _insert(self, seq: Sequence, tokens: Ints, end: int, step: int) -> int | None:
+        """Enter positions num_inserted..end; the first that entered, or None when the tree has them all."""
+        old, begin = seq.node, seq.num_inserted
+        assert old is not None
+        node, entered = self.tree.insert(old, tokens[begin:end], seq.slots[begin:end], step)
+        if node is None:
+            return None
+        if node is not old:
+            self.tree.lock(node)
+            self.tree.unlock(old)
+            seq.node = node
+        return begin + entered
+
+    def own_pages(self, seq: Sequence) -> Ints:
+        """Pages of a sequence that are not in the tree."""
+        rest = self.pages_for(seq.num_inserted) * self.page_size
+        parts = [seq.slots[start:end] for start, end in seq.duplicates if end > start]
+        parts.append(seq.slots[rest : seq.num_allocated])
+        return np.concatenate([part[:: self.page_size] for part in parts]) // self.page_size
+
+    def flush(self) -> None:
+        """Empty the tree; no sequence may hold pages."""
+        self.allocator.free(self.tree.clear())
+
+    def check(self, holders: Iterable[Sequence]) -> None:
+        """Assert that each page has exactly one owner and that reference counts are right."""
+        owners = np.zeros(self.allocator.num_pages, np.int64)
+        np.add.at(owners, self.allocator.free_pages(), 1)
+        refs: dict[int, int] = {}
+        assert not self._pinned, "pages stay pinned after a plan"
+        for seq in holders:
+            np.add.at(owners, self.own_pages(seq), 1)
+            node = seq.node
+            while node is not None:
+                refs[id(node)] = refs.get(id(node), 0) + 1
+                node = node.parent
+        evictable = 0
+        for node in self.tree.nodes():
+            pages = node.slots[:: self.page_size] // self.page_size
+            np.add.at(owners, pages, 1)
+            assert node.refs == refs.get(id(node), 0), f"{node.refs} references counted, {refs.get(id(node), 0)} held"
+            evictable += len(pages) if node.refs == 0 else 0
+        assert owners[0] == 0, "page 0 was given out"
+        wrong = np.flatnonzero(owners[1:] != 1) + 1
+        assert not len(wrong), f"pages {wrong[:8].tolist()} have {owners[wrong[:8]].tolist()} owners instead of one"
+        assert evictable == self.tree.num_evictable, f"{self.tree.num_evictable} pages evictable, not {evictable}"
