@@ -297,14 +297,13 @@ def _kept_groups(choice_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 def _sparsemixer(logits_TE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     """PhiMoE's rule (SparseMixer, arXiv 2310.00811): two softmaxes, each over the experts near its maximum."""
-    ids, weights = [], []
-    remaining_TE = logits_TE
-    for _ in range(2):
-        id_T1 = _descending(remaining_TE)[:, :1]
+    ids_TK = _descending(logits_TE)[:, :2]
+    weights, remaining_TE = [], logits_TE
+    for k in range(2):
+        id_T1 = ids_TK[:, k : k + 1]
         best_T1 = logits_TE.gather(1, id_T1)
         far_TE = (best_T1 - logits_TE) / torch.maximum(logits_TE.abs(), best_T1) > 2 * jitter
         kept_TE = remaining_TE.masked_fill(far_TE, NEG_INF)
         weights.append(_score(kept_TE, "softmax").gather(1, id_T1))
-        ids.append(id_T1)
         remaining_TE = remaining_TE.scatter(1, id_T1, NEG_INF)
-    return torch.cat(ids, 1), torch.cat(weights, 1)
+    return ids_TK, torch.cat(weights, 1)
