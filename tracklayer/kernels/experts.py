@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tracklayer.kernels.dispatch import use_triton
 from tracklayer.kernels.topk import Routing
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai"]
@@ -70,7 +71,7 @@ def fused_experts(
     """
     _check(x_TD, routing, w13_EFD, w2_EDF, spec, bias13, bias2, add_TD)
     run = fused_experts_ref
-    if x_TD.is_cuda:
+    if use_triton(x_TD):
         from tracklayer.kernels.experts_cuda import fused_experts_triton as run  # triton is needed on a GPU only
     return run(x_TD, routing, w13_EFD, w2_EDF, spec, bias13=bias13, bias2=bias2, add_TD=add_TD)
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tracklayer.kernels.dispatch import use_triton
 from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing, check_router_inputs, select_experts
 
 
@@ -35,7 +36,7 @@ def route(
     if gate_ED.shape != (spec.num_logits, x_TD.shape[-1]):
         raise ValueError(f"the gate must be [{spec.num_logits}, {x_TD.shape[-1]}], got {list(gate_ED.shape)}")
     rest = {"bias_E": bias_E, "expert_scale_E": expert_scale_E, "store": store, "num_tokens_1": num_tokens_1}
-    if x_TD.is_cuda:
+    if use_triton(x_TD):
         from tracklayer.kernels.route_few import MAX_TOKENS, route_few  # triton is needed on a GPU only
 
         if 0 < len(x_TD) <= MAX_TOKENS:

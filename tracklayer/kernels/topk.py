@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tracklayer.kernels.dispatch import use_triton
+
 NEG_INF = float("-inf")
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -139,7 +141,7 @@ def select_experts(
     """
     check_router_inputs(logits_TE.shape, spec, bias_E, expert_scale_E, store)
     choose = select_experts_ref
-    if logits_TE.is_cuda:
+    if use_triton(logits_TE):
         from tracklayer.kernels.select import select_experts_triton as choose  # triton is needed on a GPU only
     return choose(logits_TE, spec, bias_E=bias_E, expert_scale_E=expert_scale_E, store=store, num_tokens_1=num_tokens_1)
 
