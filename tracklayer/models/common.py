@@ -48,11 +48,20 @@ def moe_names(
     }
 
 
-def need(c: Config, key: str) -> Any:
-    """The value of a config key that has no default. Raises CheckpointError naming it."""
-    if c.get(key) is None:
-        raise CheckpointError(f"config.json of a {c.get('model_type')} model must say {key!r}")
-    return c[key]
+def need(c: Config, *keys: str) -> Any:
+    """The value of a config key that has no default; of the first that is there, when it has several spellings.
+
+    Raises CheckpointError naming the keys.
+    """
+    for key in keys:
+        if c.get(key) is not None:
+            return c[key]
+    raise CheckpointError(f"config.json of a {c.get('model_type')} model must say {' or '.join(map(repr, keys))}")
+
+
+def num_experts(c: Config) -> int:
+    """Routed experts, under any of the names that configs use."""
+    return int(need(c, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"))
 
 
 def rope(c: Config, head_dim: int, *, interleaved: bool = False, theta: float = 10000.0) -> RopeSpec:
@@ -92,7 +101,7 @@ def norm(c: Config, **differences: Any) -> NormSpec:
 def noaux_router(c: Config, **differences: Any) -> RouterSpec:
     """DeepSeek-V3's rule ("noaux_tc", arXiv 2412.19437): float32 sigmoid, choice bias, groups by their top 2."""
     fields: dict[str, Any] = {
-        "num_experts": c.get("n_routed_experts") or c.get("num_experts"),
+        "num_experts": num_experts(c),
         "top_k": need(c, "num_experts_per_tok"),
         "score": "sigmoid",
         "choice_bias": True,

@@ -73,11 +73,12 @@ class Loader:
     """Copies checkpoint tensors into a decoder's parts and keeps account of what has arrived.
 
     Also the way of weight updates: tensors may come in any order and any number of calls to `load`; `finish` checks
-    that every parameter is whole.
+    that every parameter is whole. `dry` checks names and shapes and copies nothing.
     """
 
-    def __init__(self, model: Decoder, family: Family) -> None:
+    def __init__(self, model: Decoder, family: Family, *, dry: bool = False) -> None:
         self.family = family
+        self.dry = dry
         self.names = NameTable(family.names)
         self.transforms = [(_pattern(ours), function) for ours, function in family.transforms.items()]
         ignored = (*ALWAYS_IGNORED, *family.ignored)
@@ -103,13 +104,21 @@ class Loader:
             for pattern, function in self.transforms:
                 if pattern.fullmatch(ours):
                     tensor = function(tensor)
-            view, owner = self.parts[ours]
+            view = self.parts[ours][0]
             if tensor.shape != view.shape:
                 raise CheckpointError(
                     f"tensor {theirs!r} has shape {list(tensor.shape)}, the model needs {list(view.shape)}"
                 )
-            view.copy_(tensor)
+            if not self.dry:
+                view.copy_(tensor)
             self.arrived[ours] = view.numel()
+
+    def read(self, theirs: str) -> Tensor:
+        """The weights of a checkpoint tensor as they are now. Raises CheckpointError for a name that is not loaded."""
+        ours = self.names.ours(theirs)
+        if ours is None or ours not in self.parts:
+            raise CheckpointError(f"there is no weight {theirs!r} in the {self.family.name} model")
+        return self.parts[ours][0]
 
     def finish(self) -> None:
         """Raises CheckpointError naming the checkpoint tensors that never came."""

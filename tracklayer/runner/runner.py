@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.load import LoadedModel
 from tracklayer.runner.rows import Rows
 from tracklayer.runner.sampling import Sampled, Sampler, given_logprobs
-from tracklayer.types import EngineRequest, Share, StepPlan, StepResult, TokenLogprobs
+from tracklayer.types import EngineRequest, SamplingParams, Share, StepPlan, StepResult, TokenLogprobs
 
 PROMPT_LOGITS_AT_ONCE = 1024
 
@@ -90,6 +91,18 @@ class Runner:
         sampled = self.sampler(logits_NV, shares, rows_N)
         self.rows.last_token_R[rows_N.long()] = sampled.ids_N
         return self._send(plan, sampled, prompt)
+
+    @torch.inference_mode()
+    def measure(self, num_tokens: int, length: int) -> None:
+        """Run a step of `num_tokens` meaningless tokens, in sequences of `length`, to see what memory it takes."""
+        shares = []
+        for row, start in enumerate(range(0, num_tokens, length)):
+            count = min(length, num_tokens - start)
+            slots = np.arange(1, count + 1, dtype=np.int32)
+            tokens = [t % self.model.spec.vocab_size for t in range(count)]
+            request = EngineRequest(rid=f"measure-{row}", input_ids=tokens, sampling=SamplingParams(temperature=0.0))
+            shares.append(Share(request.rid, row, 0, count, slots, 0, tokens, True, admitted=request))
+        self.launch(StepPlan(0, shares, np.empty((0, 2), np.int32))).wait()
 
     def _forward(self, batch: Batch) -> Tensor:
         if self.caches.pool:

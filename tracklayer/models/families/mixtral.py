@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from tracklayer.kernels.topk import RouterSpec
 from tracklayer.layers.spec import MoESpec
-from tracklayer.models.common import ATTENTION, OUTER, Config, activation, gqa, model, moe_names, need, norm
+from tracklayer.models.common import (
+    ATTENTION,
+    OUTER,
+    Config,
+    activation,
+    gqa,
+    model,
+    moe_names,
+    need,
+    norm,
+    num_experts,
+)
 from tracklayer.models.spec import Family, ModelSpec, Sublayer
 
 
 def spec(c: Config) -> ModelSpec:
-    router = RouterSpec(
-        num_experts=need(c, "num_local_experts"), top_k=need(c, "num_experts_per_tok"), renormalize=True
-    )
+    router = RouterSpec(num_experts=num_experts(c), top_k=need(c, "num_experts_per_tok"), renormalize=True)
     layer = (
         Sublayer(name="attn", body=gqa(c, window=c.get("sliding_window")), pre_norm=norm(c)),
         Sublayer(

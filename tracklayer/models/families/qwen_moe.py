@@ -20,6 +20,7 @@ from tracklayer.models.common import (
     moe_names,
     need,
     norm,
+    num_experts,
 )
 from tracklayer.models.spec import Family, ModelSpec, Sublayer
 
@@ -36,7 +37,7 @@ MOE = {
 
 def moe_spec(c: Config, attention: AttentionSpec, shared: MLPSpec | None) -> ModelSpec:
     router = RouterSpec(
-        num_experts=need(c, "num_experts"),
+        num_experts=num_experts(c),
         top_k=need(c, "num_experts_per_tok"),
         renormalize=c.get("norm_topk_prob", False),
         weights_dtype="model",

@@ -1,0 +1,132 @@
+"""From an EngineConfig to the parts of an engine: model, caches sized to the memory, scheduler, graphs, self-test."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tracklayer.config import EngineConfig
+from tracklayer.engine.client import EngineInfo
+from tracklayer.runner.kv_cache import Caches, available_bytes, choose_num_slots, kv_bytes_per_slot
+from tracklayer.runner.load import LoadedModel, load_model
+from tracklayer.runner.runner import Runner
+from tracklayer.runner.selftest import self_test
+from tracklayer.scheduler.scheduler import Scheduler, SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CHUNK = {"cuda": 16384, "cpu": 1024}
+
+
+@dataclass(slots=True)
+class Built:
+    """What `EngineCore` runs on."""
+
+    model: LoadedModel
+    runner: Runner
+    scheduler: Scheduler
+    info: EngineInfo
+
+
+def build_engine(config: EngineConfig, seed: int) -> Built:
+    """Load, size, capture, test. Raises UserError / CheckpointError for what the user must change, SelfTestError."""
+    model = load_model(config, seed)
+    chunk = config.chunked_prefill_size or DEFAULT_CHUNK[model.device.type]
+    max_step_tokens = max(model.context_length if chunk == -1 else chunk, config.max_running_requests)
+    caches = _allocate(config, model, max_step_tokens)
+    num_slots = caches.kv[0][0].shape[0]
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_slots=num_slots,
+            page_size=config.page_size,
+            max_running_requests=config.max_running_requests,
+            max_step_tokens=max_step_tokens,
+            context_length=model.context_length,
+            max_queued_requests=config.max_queued_requests,
+            prefix_cache=not config.disable_radix_cache,
+        )
+    )
+    runner = Runner(model, caches, config.max_running_requests)
+    if model.device.type == "cuda" and not config.disable_cuda_graph:
+        runner.capture_graphs(min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests))
+        assert runner.graphs is not None
+        log.info(
+            "captured %d CUDA graphs in %.1f s, %.2f GiB",
+            len(runner.graphs.sizes),
+            runner.graphs.capture_seconds,
+            runner.graphs.capture_bytes / 2**30,
+        )
+    if caches.pool is not None and not config.skip_route_selftest:
+        self_test(runner, config.page_size)
+    elif caches.pool is not None:
+        log.warning("the route self-test was skipped: nothing has checked that this configuration records every route")
+    return Built(model, runner, scheduler, _info(config, model, scheduler.config))
+
+
+def _allocate(config: EngineConfig, model: LoadedModel, max_step_tokens: int) -> Caches:
+    """Caches as large as the memory allows once the largest step's own needs were measured."""
+    attentions = model.decoder.attentions
+    routes = model.route_shape if config.enable_return_routed_experts else None
+    kv_bytes = kv_bytes_per_slot(attentions, model.dtype)
+    per_slot = kv_bytes + (routes.bytes_per_slot if routes else 0)
+    reserve = _activation_bytes(model, max_step_tokens) if model.device.type == "cuda" else 0
+    budget = available_bytes(model.device, config.mem_fraction_static) - reserve
+    useful = config.max_running_requests * model.context_length
+    num_slots = choose_num_slots(budget, per_slot, config.page_size, config.max_total_tokens, useful)
+    log.info(
+        "caches: %d slots, KV %.2f GiB, route pool %.3f GiB (%.2f%% of it)",
+        num_slots,
+        num_slots * kv_bytes / 2**30,
+        num_slots * (per_slot - kv_bytes) / 2**30,
+        100 * (per_slot - kv_bytes) / per_slot,
+    )
+    return Caches.allocate(num_slots, attentions, routes, model.dtype, model.device)
+
+
+def _activation_bytes(model: LoadedModel, num_tokens: int) -> int:
+    """Bytes beyond weights and caches that a step of `num_tokens` takes at its peak: measured with a small cache."""
+    length = min(num_tokens, model.context_length)
+    caches = Caches.allocate(length + 1, model.decoder.attentions, None, model.dtype, model.device)
+    runner = Runner(model, caches, -(-num_tokens // length))
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    runner.measure(num_tokens, length)
+    peak = torch.cuda.max_memory_allocated(model.device)
+    return int(1.1 * (peak - before)) + (256 << 20)
+
+
+def _info(config: EngineConfig, model: LoadedModel, sizes: SchedulerConfig) -> EngineInfo:
+    hf, routers = model.hf_config, model.spec.routers
+    return EngineInfo(
+        model_path=config.model_path,
+        architecture=hf["architectures"][0],
+        model_type=hf.get("model_type", ""),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        vocab_size=model.spec.vocab_size,
+        context_length=model.context_length,
+        max_total_tokens=sizes.num_slots - sizes.page_size,
+        max_request_tokens=sizes.max_request_tokens,
+        recording=config.enable_return_routed_experts,
+        num_layers=len(model.spec.layers),
+        layer_ids=model.spec.moe_layers,
+        num_experts=max((r.num_logits for r in routers), default=0),
+        top_k=max((r.top_k for r in routers), default=0),
+        eos_token_ids=eos_token_ids(config.model_path, hf),
+    )
+
+
+def eos_token_ids(model_path: str, hf_config: dict[str, Any]) -> tuple[int, ...]:
+    """All EOS ids that generation_config.json and config.json name."""
+    found: list[int] = []
+    file = Path(model_path) / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.is_file() else {}
+    for source in (generation, hf_config):
+        value = source.get("eos_token_id")
+        found += [] if value is None else value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(found))

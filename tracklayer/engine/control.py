@@ -1,0 +1,173 @@
+"""Operations on a running engine, done between steps: pausing, flushing, weights, loads.
+
+Each is a method of `Operations` named as front ends call it. One that must wait for requests to end is a generator:
+it yields while it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from tracklayer.config import load_model_config
+from tracklayer.engine.engine import EngineCore
+from tracklayer.errors import CheckpointError, TracklayerError, UserError
+from tracklayer.models.weights import Loader, checkpoint_tensors
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class Operations:
+    """What can be asked. Generators yield while they wait and return their result."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False while requests hold pages (or wait, unless paused)."""
+        core = self.core
+        core.drain()
+        busy = core.scheduler.num_running > 0 or (core.scheduler.num_waiting > 0 and not core.paused)
+        return not busy and core.scheduler.flush()
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """abort: end all requests; retract: back to the queue, KV freed; in_place: frozen. New requests wait."""
+        core = self.core
+        if mode not in ("abort", "retract", "in_place"):
+            raise UserError(f"pause mode must be abort, retract or in_place, got {mode!r}")
+        core.drain()
+        if mode == "abort":
+            self.abort_all()
+        if mode == "retract":
+            core.scheduler.retract_all()
+            core.save_preempted()
+        core.paused = True
+
+    def resume(self) -> None:
+        self.core.paused = False
+
+    def abort_all(self) -> None:
+        for rid in list(self.core.records):
+            self.core.abort(rid)
+
+    def abort_prefix(self, prefix: str) -> None:
+        """Abort every request whose id starts with `prefix`."""
+        for rid in [rid for rid in self.core.records if rid.startswith(prefix)]:
+            self.core.abort(rid)
+
+    def loads(self) -> dict[str, Any]:
+        """Numbers of this moment: requests, slots, and the sums since start."""
+        core, scheduler = self.core, self.core.scheduler
+        counters = {name: getattr(core.counters, name) for name in core.counters.__slots__}
+        return {
+            "num_running_reqs": scheduler.num_running,
+            "num_waiting_reqs": scheduler.num_waiting,
+            "num_used_tokens": scheduler.num_used_slots,
+            "max_total_num_tokens": core.info.max_total_tokens,
+            "token_usage": scheduler.num_used_slots / max(1, core.info.max_total_tokens),
+            "weight_version": core.weight_version,
+            "paused": core.paused,
+            **counters,
+        }
+
+    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> str:
+        self.core.drain()
+        if abort_all_requests:
+            self.abort_all()
+        self.core.weight_version = new_version
+        return new_version
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        abort_all_requests: bool = False,
+    ) -> Generator[None, None, str]:
+        """Load another checkpoint of the same architecture in place; waits until no request runs, unless paused.
+
+        A checkpoint that does not fit leaves the weights as they were: it is read through once before the first copy.
+        Returns the message of success.
+        """
+        core = self.core
+        if abort_all_requests:
+            core.drain()
+            self.abort_all()
+        core.holding = True
+        try:
+            while not core.paused and core.records:
+                yield
+            core.drain()
+            self._check_checkpoint(model_path)
+            loader = Loader(core.model.decoder, core.model.family)
+            loader.load(checkpoint_tensors(model_path))
+            loader.finish()
+        finally:
+            core.release()
+        message = "Succeeded to update model weights."
+        if weight_version is not None:
+            core.weight_version = weight_version
+            message += f" Weight version updated to {weight_version}."
+        if flush_cache and not core.scheduler.flush():
+            raise UserError("Weights were updated, but the cache was not flushed: requests hold it")
+        return message
+
+    def _check_checkpoint(self, model_path: str) -> None:
+        core = self.core
+        architectures = load_model_config(model_path).get("architectures")
+        if architectures != core.model.hf_config["architectures"]:
+            raise CheckpointError(
+                f"{model_path!r} is a {architectures} checkpoint, this engine runs {core.info.architecture}"
+            )
+        dry = Loader(core.model.decoder, core.model.family, dry=True)
+        dry.load(checkpoint_tensors(model_path))
+        dry.finish()
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """First `truncate_size` rows of a checkpoint tensor as it is now, by its checkpoint name."""
+        loader = Loader(self.core.model.decoder, self.core.model.family)
+        return loader.read(name)[:truncate_size].float().cpu().tolist()
+
+
+class Controls:
+    """Runs operations one after another between steps and answers their futures."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.operations = Operations(core)
+        self.waiting: list[tuple[Future[Any], Generator[None, None, Any]]] = []
+
+    def start(self, future: Future[Any], name: str, arguments: dict[str, Any]) -> None:
+        """Run an operation, or begin one that waits."""
+        operation = None if name.startswith("_") else getattr(self.operations, name, None)
+        if operation is None:
+            future.set_exception(UserError(f"there is no control operation {name!r}"))
+            return
+        try:
+            result = operation(**arguments)
+        except (TracklayerError, TypeError, OSError) as error:
+            future.set_exception(error)
+            return
+        if isinstance(result, Generator):
+            self.waiting.append((future, result))
+            self.poll()
+        else:
+            future.set_result(result)
+
+    def poll(self) -> None:
+        """Advance the oldest waiting operation."""
+        while self.waiting:
+            future, steps = self.waiting[0]
+            try:
+                next(steps)
+                return
+            except StopIteration as stop:
+                future.set_result(stop.value)
+            except (TracklayerError, OSError) as error:
+                future.set_exception(error)
+            self.waiting.pop(0)
+
+    def fail(self, error: BaseException) -> None:
+        for future, _ in self.waiting:
+            future.set_exception(TracklayerError(str(error)))
+        self.waiting.clear()

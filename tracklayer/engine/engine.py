@@ -1,0 +1,220 @@
+"""The engine's core: plan, launch, commit, deliver. One thread; everything that it owns is touched by that thread only.
+
+With overlap the step before is committed after the next is launched; the same calls, in another order.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from tracklayer.config import EngineConfig
+from tracklayer.engine.build import build_engine
+from tracklayer.engine.record import Record
+from tracklayer.errors import IncompleteRoutes, TracklayerError, UserError
+from tracklayer.routes.pool import PendingRoutes
+from tracklayer.runner.runner import PendingStep
+from tracklayer.scheduler.sequence import Committed
+from tracklayer.types import EngineRequest, FinishReason, RequestOutput
+
+
+@dataclass(slots=True)
+class Delivery:
+    """Final outputs that wait for their rows; `routes` brings one array per output."""
+
+    outputs: list[RequestOutput]
+    records: list[Record]
+    routes: PendingRoutes
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since start, for /metrics and the log."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    retractions: int = 0
+    steps: int = 0
+    route_rows: int = 0
+    route_bytes: int = 0
+    incomplete_rows: int = 0
+
+
+class EngineCore:
+    """Builds everything from a config, then runs steps. `step` returns the news of requests."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.seed = config.random_seed if config.random_seed is not None else secrets.randbits(31)
+        built = build_engine(config, self.seed)
+        self.model, self.runner, self.scheduler, self.info = built.model, built.runner, built.scheduler, built.info
+        self.weight_version = config.weight_version
+        self.records: dict[str, Record] = {}
+        self.in_flight: list[PendingStep] = []
+        self.deliveries: list[Delivery] = []
+        self.ready: list[RequestOutput] = []
+        self.counters = Counters()
+        self.paused = False
+        self.holding = False
+        self.held: list[EngineRequest] = []
+        self.depth = 0 if config.disable_overlap_schedule or self.model.device.type == "cpu" else 1
+
+    # what front ends ask
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; what makes it impossible comes back as its final output. Held while weights change."""
+        if self.holding:
+            self.held.append(request)
+            return
+        try:
+            if request.return_routed_experts and not self.info.recording:
+                raise UserError(
+                    "no routes are recorded here; start with --enable-return-routed-experts to ask for them"
+                )
+            sequence = self.scheduler.add(request)
+        except TracklayerError as error:
+            reason = FinishReason("abort", message=str(error), status=error.status)
+            self.ready.append(RequestOutput(request.rid, [], len(request.input_ids), 0, reason, error=str(error)))
+            return
+        self.records[request.rid] = Record(request, sequence)
+
+    def abort(self, rid: str, message: str = "Aborted") -> None:
+        """End a request with what it has; unknown rid: nothing."""
+        record = self.records.get(rid)
+        if record is None:
+            self._abort_held(rid)
+            return
+        if not record.started:
+            message = "Abort in waiting queue"
+        ended = self.scheduler.abort(rid, FinishReason("abort", message=message))
+        self._close([ended] if ended else [])
+
+    def finish(self, rid: str, keep: int, reason: FinishReason) -> None:
+        """End a request after its first `keep` output tokens."""
+        ended = self.scheduler.finish(rid, keep, reason)
+        self._close([ended] if ended else [])
+
+    def release(self) -> None:
+        """Queue the requests that came while `holding`."""
+        self.holding = False
+        held, self.held = self.held, []
+        for request in held:
+            self.add(request)
+
+    def _abort_held(self, rid: str) -> None:
+        for request in [request for request in self.held if request.rid == rid]:
+            self.held.remove(request)
+            reason = FinishReason("abort", message="Abort in waiting queue")
+            self.ready.append(RequestOutput(rid, [], len(request.input_ids), 0, reason))
+
+    # the loop's body
+
+    @property
+    def has_work(self) -> bool:
+        """Something can be done now: a step, a commit, a delivery."""
+        return bool(self.in_flight or self.deliveries or self.ready or (not self.paused and self.scheduler.has_work))
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and launch one step, commit what is due, return what there is to tell."""
+        plan = None if self.paused else self.scheduler.plan()
+        self.save_preempted()
+        if plan is not None:
+            self.counters.steps += 1
+            self.in_flight.append(self.runner.launch(plan))
+        while len(self.in_flight) > (self.depth if plan is not None else 0):
+            self._commit(self.in_flight.pop(0))
+        self._deliver(wait=plan is None and not self.ready)
+        out, self.ready = self.ready, []
+        return out
+
+    def drain(self) -> None:
+        """Commit everything that is in flight."""
+        while self.in_flight:
+            self._commit(self.in_flight.pop(0))
+
+    def save_preempted(self) -> None:
+        """Rows of tokens that were already given out win over those that recomputing them will write."""
+        for sequence, slots in self.scheduler.take_preempted():
+            self.counters.retractions += 1
+            record = self.records.get(sequence.rid)
+            if record is not None and record.request.return_routed_experts and len(slots):
+                record.saved.append(self.runner.gather_routes([slots], [0]))
+
+    def _commit(self, pending: PendingStep) -> None:
+        result = pending.wait()
+        shares = pending.plan.shares
+        for index, share in enumerate(shares):
+            record = self.records.get(share.rid)
+            if record is not None:
+                record.started = True
+                if index in result.prompt_logprobs:
+                    record.input_logprobs.append(result.prompt_logprobs[index])
+        sampled = {share.rid: n for n, share in enumerate(s for s in shares if s.samples)}
+        news = self.scheduler.commit(pending.plan, result.token_ids)
+        ended = []
+        for item in news:
+            record = self.records[item.seq.rid]
+            if item.token is not None:
+                record.take(item.token, sampled[item.seq.rid], result, self.weight_version)
+                self.counters.generated_tokens += 1
+            if item.finish is not None:
+                ended.append(item)
+            elif record.unsent:
+                self.ready.append(record.output())
+        self._close(ended)
+
+    def _close(self, ended: list[Committed]) -> None:
+        """Final outputs of requests that ended; those that asked for routes wait for one common gather."""
+        outputs, records, slots, starts = [], [], [], []
+        for item in ended:
+            record = self.records.pop(item.seq.rid)
+            record.cut(len(item.seq.output_ids))
+            output = record.output(item.finish)
+            self._count(record, output)
+            if not record.request.return_routed_experts:
+                self.ready.append(output)
+                continue
+            start = output.routes_start = record.request.routed_experts_start_len
+            outputs.append(output)
+            records.append(record)
+            slots.append(item.slots[start : record.num_rows])
+            starts.append(start)
+        if outputs:
+            self.deliveries.append(Delivery(outputs, records, self.runner.gather_routes(slots, starts)))
+
+    def _count(self, record: Record, output: RequestOutput) -> None:
+        self.counters.finished += 1
+        self.counters.aborted += output.finish is not None and output.finish.type == "abort"
+        self.counters.prompt_tokens += output.prompt_tokens
+        self.counters.cached_tokens += output.cached_tokens
+
+    def _deliver(self, wait: bool) -> None:
+        """Hand out final outputs whose rows have arrived, in order; with `wait`, at least the oldest."""
+        while self.deliveries and (wait or self.deliveries[0].routes.ready()):
+            wait = False
+            delivery = self.deliveries.pop(0)
+            try:
+                rows = delivery.routes.wait()
+                rows = [record.merge_saved(r) for record, r in zip(delivery.records, rows, strict=True)]
+            except IncompleteRoutes as error:
+                self.counters.incomplete_rows += len(error.positions)
+                self._fail(delivery, error)
+                continue
+            for output, record, array in zip(delivery.outputs, delivery.records, rows, strict=True):
+                expected = record.num_rows - output.routes_start
+                whole = len(array) == max(0, expected) or (output.finish is not None and output.finish.type == "abort")
+                assert whole, f"{record.request.rid}: {len(array)} route rows, {expected} expected"
+                output.routes = array
+                self.counters.route_rows += len(array)
+                self.counters.route_bytes += array.nbytes
+            self.ready.extend(delivery.outputs)
+
+    def _fail(self, delivery: Delivery, error: IncompleteRoutes) -> None:
+        """A row that was never written is an error of the requests that asked, never data."""
+        for output in delivery.outputs:
+            output.error = str(error)
+            output.finish = FinishReason("abort", message=str(error), status=500)
+        self.ready.extend(delivery.outputs)
