@@ -57,7 +57,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmoe": (
         "OlmoeConfig",
         "OlmoeForCausalLM",
-        {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4, "clip_qkv": 1.5},
+        {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "clip_qkv": 1.5},
     ),
     "glm4_moe": (
         "Glm4MoeConfig",
@@ -82,7 +82,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def build(variant: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
-    """A float32 model of the variant with random weights: norms and biases too, so that no term hides at zero or one."""
+    """A float32 model of the variant with random weights: norms and biases too, so that no term hides."""
     config_class, model_class, differences = VARIANTS[variant]
     config = getattr(transformers, config_class)(**{**COMMON, **differences, **overrides})
     torch.manual_seed(seed)

@@ -17,6 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tracklayer.kernels.attention_decode import paged_decode
+from tracklayer.kernels.attention_prefill import paged_prefill
+from tracklayer.kernels.dispatch import use_triton
+
 NEG_INF = float("-inf")
 
 
@@ -46,6 +50,12 @@ def paged_attention(
     Raises ValueError when the head counts or widths do not fit together.
     """
     _check(q_TND, k_SHD, v_SHE)
+    if use_triton(q_TND):
+        rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk)
+        where = dict(slot_table_RC=slot_table_RC, rows_B=rows_B, lens_B=lens_B)
+        if max_query == 1:
+            return paged_decode(q_TND, k_SHD, v_SHE, max_len=max_len, **where, **rule)
+        return paged_prefill(q_TND, k_SHD, v_SHE, starts_B1=starts_B1, **where, **rule)
     options = dict(
         slot_table_RC=slot_table_RC, rows_B=rows_B, starts_B1=starts_B1, lens_B=lens_B, max_query=max_query,
         max_len=max_len, scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk,

@@ -22,6 +22,18 @@ except ImportError:  # no Triton, hence no CUDA launch
 
     triton = tl = None  # type: ignore[assignment]
 
+
+@jit
+def await_previous(PDL: tl.constexpr):
+    """Under programmatic dependent launch: let the next kernel start, then wait for the memory of the one before.
+
+    What comes earlier in a kernel may read weights only. Every program must come here, so that kernels end in order.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 LOG2E = 1.4426950408889634
 
 

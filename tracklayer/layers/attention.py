@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from tracklayer.kernels.attention import paged_attention
+from tracklayer.kernels.norm import rms_norm
 from tracklayer.kernels.rope import qk_rope_store
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.linear import Linear
@@ -36,8 +38,10 @@ class Attention(nn.Module):
         spec = self.spec
         k_SHD, v_SHE = batch.kv[self.cache]
         qkv_TX = self.qkv(x_TD)
+        q_norm, k_norm = self.q_norm, self.k_norm
         if spec.clip_qkv is not None:
-            qkv_TX = qkv_TX.clamp(-spec.clip_qkv, spec.clip_qkv)
+            qkv_TX = self._clip(qkv_TX)
+            q_norm = k_norm = None
         q_TND = qk_rope_store(
             qkv_TX,
             self.cos_sin_PD,
@@ -49,8 +53,8 @@ class Attention(nn.Module):
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             value_dim=spec.value_dim,
-            q_norm_D=self.q_norm,
-            k_norm_D=self.k_norm,
+            q_norm_D=q_norm,
+            k_norm_D=k_norm,
             norm_whole=spec.qk_norm == "whole",
             norm_eps=spec.norm.eps,
             norm_offset=spec.norm.offset,
@@ -74,6 +78,15 @@ class Attention(nn.Module):
             softcap=spec.softcap,
         )
         return self.o(out_TNE.flatten(1))
+
+    def _clip(self, qkv_TX: Tensor) -> Tensor:
+        """Clamp q, k and v; whole-width norms, which come before, are done here too (OLMoE, DBRX)."""
+        q, k, v = qkv_TX.split(list(self.qkv.outputs.values()), -1)
+        if self.q_norm is not None and self.k_norm is not None:
+            norm = self.spec.norm
+            q = rms_norm(q.contiguous(), self.q_norm, norm.eps, norm.offset)
+            k = rms_norm(k.contiguous(), self.k_norm, norm.eps, norm.offset)
+        return torch.cat([q, k, v], -1).clamp(-self.spec.clip_qkv, self.spec.clip_qkv)
 
     def parts(self) -> Iterator[Part]:
         yield from self.qkv.parts()

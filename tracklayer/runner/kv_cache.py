@@ -52,7 +52,7 @@ def kv_bytes_per_slot(attentions: list[AttentionSpec], dtype: torch.dtype) -> in
 
 
 def available_bytes(device: torch.device, mem_fraction: float) -> int:
-    """Bytes that the caches may take: what `mem_fraction` of the GPU leaves beside what is in use; a fixed share on CPU."""
+    """Bytes that the caches may take: of the GPU's `mem_fraction` what is not in use yet; a fixed share on a CPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
