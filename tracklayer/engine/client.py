@@ -54,7 +54,7 @@ class EngineClient(Protocol):
     def finish(self, rid: str, keep: int, reason: FinishReason) -> None:
         """End the request after its first `keep` output tokens (a stop string was seen in the text)."""
 
-    def control(self, name: str, **arguments: Any) -> Future[Any]:
+    def control(self, name: str, /, **arguments: Any) -> Future[Any]:
         """Run one control operation between steps: flush_cache, pause, resume, loads, update_weights_from_disk,
         get_weights_by_name, update_weight_version, release_memory, resume_memory. Errors come through the future."""
 

@@ -60,7 +60,7 @@ class EngineThread:
     def finish(self, rid: str, keep: int, reason: FinishReason) -> None:
         self._inbox.put(lambda: self.core.finish(rid, keep, reason))
 
-    def control(self, name: str, **arguments: Any) -> Future[Any]:
+    def control(self, name: str, /, **arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
         if not self.alive():
             future.set_exception(TracklayerError(f"the engine is not running: {self._death or 'it was shut down'}"))
