@@ -131,7 +131,7 @@ class FakeEngine:
         self.seen: list[EngineRequest] = []
         self.paused = False
         self.refuse: dict[str, FinishReason] = {}  # rid prefix -> how admission refuses it
-        self.steps = 0
+        self.steps = self.generated = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._consumer: Callable[[list[RequestOutput]], None] = lambda outputs: None
         self._stopping = False
@@ -153,7 +153,7 @@ class FakeEngine:
     def finish(self, rid: str, keep: int, reason: FinishReason) -> None:
         self._inbox.put(lambda: self._finish(rid, keep, reason))
 
-    def control(self, name: str, **arguments: Any) -> Future[Any]:
+    def control(self, name: str, /, **arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self._inbox.put(lambda: self._control(future, name, arguments))
         return future
@@ -213,6 +213,7 @@ class FakeEngine:
         request, prompt = live.request, len(live.request.input_ids)
         first = min(live.reported, len(live.output))
         new = live.output[first:]
+        self.generated += len(new)
         output = RequestOutput(request.rid, new, prompt, live.cached, finish)
         if request.return_logprob:
             output.output_logprobs = self._logprobs(request, new, prompt + first)
@@ -296,7 +297,9 @@ class FakeEngine:
     def _do_loads(self) -> dict[str, Any]:
         return {
             "num_running_reqs": len(self.live), "num_waiting_reqs": 0, "num_used_tokens": 0,
-            "max_total_num_tokens": self.info.max_total_tokens, "token_usage": 0.0, "gen_throughput": 0.0,
+            "max_total_num_tokens": self.info.max_total_tokens, "token_usage": 0.0,
+            "weight_version": self.weight_version,
+            "generated_tokens": self.generated,
         }  # fmt: skip
 
     def _do_update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> str:
@@ -306,12 +309,19 @@ class FakeEngine:
         self.weight_version = new_version
         return new_version
 
-    def _do_update_weights_from_disk(self, model_path: str, **rest: Any) -> dict[str, Any]:
+    def _do_update_weights_from_disk(
+        self, model_path: str, weight_version: str | None, flush_cache: bool, abort_all_requests: bool
+    ) -> str:
+        if abort_all_requests:
+            for rid in list(self.live):
+                self._abort(rid)
         if "missing" in model_path:
             raise UserError(f"{model_path!r} is not a checkpoint directory")
-        if rest.get("weight_version"):
-            self.weight_version = rest["weight_version"]
-        return {"success": True, "message": "Succeeded to update model weights."}
+        message = "Succeeded to update model weights."
+        if weight_version:
+            self.weight_version = weight_version
+            message += f" Weight version updated to {weight_version}."
+        return message
 
     def _do_get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[float]:
         if name != "model.norm.weight":

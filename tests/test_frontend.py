@@ -187,7 +187,7 @@ async def test_batch_order_rids_and_samples():
 
 
 def test_sample_seeds_are_distinct_and_fit_int64():
-    seeds = {sample_seed(base, k) for base in (-(1 << 63), -1, 0, 1, (1 << 63) - 1) for k in range(64)}
+    seeds = {sample_seed(base, k) for base in (-1 << 63, -1, 0, 1, (1 << 63) - 1) for k in range(64)}
     assert len(seeds) > 5 * 62 and all(-(1 << 63) <= s < 1 << 63 for s in seeds)
 
 
@@ -352,8 +352,7 @@ async def test_refusal_by_the_scheduler_fails_the_batch_or_ends_the_stream(statu
         with pytest.raises(kind, match="no room") as caught:
             await frontend.generate(call)
         assert caught.value.status == status
-        call = GenerateCall(input_ids=[1], rid="b1", stream=True)
-        (sample,) = [s async for s in frontend.stream(call)]
+        (sample,) = [s async for s in frontend.stream(GenerateCall(input_ids=[1], rid="b1", stream=True))]
         assert reply(sample, "v")["meta_info"]["finish_reason"]["status_code"] == status
 
 

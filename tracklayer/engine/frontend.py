@@ -8,7 +8,7 @@ and holds no backlog.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -204,16 +204,22 @@ class TextFrontend:
                 if sample.finish is None:
                     self.client.abort(sample.rid)
 
-    async def generate(self, call: GenerateCall) -> list[Sample]:
-        """Run a call to its end: its samples by prompt, then by sample. Raises the first failed sample's error."""
+    async def generate(self, call: GenerateCall, ended: Callable[[Sample], None] | None = None) -> list[Sample]:
+        """Run a call to its end: its samples by prompt, then by sample. Raises the first failed sample's error.
+
+        `ended` is called on the loop with each sample that ended.
+        """
         running = await self._start(call)
         with self._aborting(running):
-            while not running.done.is_set():
+            while not running.done.is_set() or running.changed:
                 await running.news.wait()
                 running.news.clear()
-                for sample in running.samples:
+                changed, running.changed = running.changed, {}
+                for sample in changed.values():
                     if sample.error is not None:
                         raise sample.error
+                    if ended is not None and sample.finish is not None:
+                        ended(sample)
         return running.samples
 
     async def stream(self, call: GenerateCall) -> AsyncIterator[Sample]:
@@ -242,6 +248,6 @@ class TextFrontend:
     def num_running(self) -> int:
         return len(self._samples)
 
-    async def control(self, name: str, **arguments: Any) -> Any:
+    async def control(self, name: str, /, **arguments: Any) -> Any:
         """One control operation of the engine (see EngineClient.control)."""
         return await asyncio.wrap_future(self.client.control(name, **arguments))

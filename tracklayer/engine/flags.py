@@ -1,0 +1,142 @@
+"""SGLang's and vLLM's flags that are not fields of ours: other names, those without meaning here, those we lack.
+
+Names are written with underscores. A flag in LACKING changes results or placement, so only its default is accepted.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+ALIASES = {
+    "model": "model_path",
+    "tokenizer": "tokenizer_path",
+    "tp": "tp_size",
+    "tensor_parallel_size": "tp_size",
+    "ep": "ep_size",
+    "expert_parallel_size": "ep_size",
+    "dp": "dp_size",
+    "data_parallel_size": "dp_size",
+    "pp": "pp_size",
+    "pipeline_parallel_size": "pp_size",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "max_model_len": "context_length",
+    "enforce_eager": "disable_cuda_graph",
+    "no_enable_prefix_caching": "disable_radix_cache",
+    "seed": "random_seed",
+    "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
+    "cuda_graph_bs_decode": "cuda_graph_bs",
+    "enable_prompt_tokens_details": "enable_cache_report",
+}
+
+# Accepted, with one line that says why nothing happens.
+WITHOUT_EFFECT = {
+    **dict.fromkeys(
+        (
+            "attention_backend",
+            "prefill_attention_backend",
+            "decode_attention_backend",
+            "mm_attention_backend",
+            "sampling_backend",
+            "moe_runner_backend",
+            "moe_a2a_backend",
+            "deepep_mode",
+            "disable_shared_experts_fusion",
+            "disable_custom_all_reduce",
+            "enable_torch_compile",
+            "cuda_graph_bs",
+            "cuda_graph_backend_decode",
+            "cuda_graph_backend_prefill",
+            "num_continuous_decode_steps",
+            "enable_mixed_chunk",
+            "max_prefill_tokens",
+            "schedule_conservativeness",
+            "schedule_policy",
+        ),
+        "Tracklayer chooses this itself",
+    ),
+    **dict.fromkeys(
+        ("nccl_port", "dist_init_addr", "nccl_init_addr", "dist_timeout", "watchdog_timeout", "decode_log_interval"),
+        "not needed on one machine",
+    ),
+    "enable_priority_scheduling": "priorities are always honoured",
+    "grammar_backend": "there is no structured output yet",
+    "enable_memory_saver": "memory release is not built yet",
+    "enable_weights_cpu_backup": "memory release is not built yet",
+    "enable_draft_weights_cpu_backup": "there is no draft model",
+    "tokenizer_worker_num": "one tokenizer serves all",
+    "enable_auto_tool_choice": "tool calls need no switch",
+    "generation_config": "the checkpoint's is read",
+    "max_logprobs": "there is no limit",
+    "skip_server_warmup": "there is no warm-up request",
+    "enable_sleep_mode": "memory release is not built yet",
+    "load_balance_method": "there is one replica",
+}
+
+# Not there; the default alone is accepted.
+LACKING: dict[str, Any] = {
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "revision": None,
+    "dp_size": 1,
+    "pp_size": 1,
+    "moe_dp_size": 1,
+    "attn_dp_size": 1,
+    "nnodes": 1,
+    "node_rank": 0,
+    "base_gpu_id": 0,
+    "gpu_id_step": 1,
+    "enable_dp_attention": False,
+    "enable_dp_lm_head": False,
+    "enable_eplb": False,
+    "ep_num_redundant_experts": 0,
+    "enable_deterministic_inference": False,
+    "rl_on_policy_target": None,
+    "enable_fp32_lm_head": False,
+    "cpu_offload_gb": 0,
+    "custom_weight_loader": None,
+    "model_loader_extra_config": "{}",
+    "enable_return_hidden_states": False,
+    "enable_custom_logit_processor": False,
+    "enable_lora": None,
+    "lora_paths": None,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "enable_hierarchical_cache": False,
+    "tool_call_parser": None,
+    "reasoning_parser": None,
+}
+
+
+def plain_name(flag: str) -> str:
+    """--Tensor-Parallel-Size -> tp_size."""
+    name = flag.lstrip("-").replace("-", "_").lower()
+    return ALIASES.get(name, name)
+
+
+def foreign(name: str, value: Any) -> str | None:
+    """The warning line for a flag that has no effect here; None when there is nothing to say.
+
+    Raises KeyError for a name in neither table, ValueError for one that is lacking and not at its default.
+    """
+    if name in WITHOUT_EFFECT:
+        return f"{_dashes(name)} has no effect: {WITHOUT_EFFECT[name]}"
+    default = LACKING[name]
+    if value == default or str(value).lower() in (str(default).lower(), "none", "null"):
+        return None
+    raise ValueError(f"{_dashes(name)} {value}: not available in Tracklayer; leave it out (only {default} is accepted)")
+
+
+def unknown_flag(name: str, known: Iterable[str]) -> str:
+    """The error text for an unknown flag, with the nearest known one."""
+    names = [*known, *ALIASES, *WITHOUT_EFFECT, *LACKING]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {_dashes(near[0])}?" if near else "; --help lists the flags"
+    return f"unknown flag {_dashes(name)}{hint}"
+
+
+def _dashes(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,327 @@
+"""The offline API: `tracklayer.Engine`, a model in this process, asked from plain or asyncio Python.
+
+The front end runs on an event loop in a thread of its own; every method here hands it a coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from tracklayer.config import EngineConfig
+from tracklayer.engine.client import EngineClient
+from tracklayer.engine.flags import foreign, plain_name, unknown_flag
+from tracklayer.engine.frontend import TextFrontend
+from tracklayer.engine.intake import GenerateCall, Intake
+from tracklayer.engine.operations import ControlPlane, Outcome
+from tracklayer.engine.reply import reply
+from tracklayer.engine.sample import Sample
+from tracklayer.engine.tokenizer import TextTokenizer, load_tokenizer
+from tracklayer.errors import UserError
+
+T = TypeVar("T")
+TEXT_OPTIONS = ("chat_template", "trust_remote_code", "log_level", "served_model_name")
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushResult:
+    """What flush_cache answers."""
+
+    success: bool
+
+
+class LoopThread:
+    """An event loop on a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="tracklayer-frontend", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result. An interrupted wait (Ctrl-C) cancels it, which aborts its requests."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+def engine_options(options: dict[str, Any]) -> tuple[EngineConfig, dict[str, Any]]:
+    """(EngineConfig, text options) from Engine's keywords. Raises TypeError for an unknown one, naming the nearest."""
+    own = {f.name for f in fields(EngineConfig)}
+    config, text = {}, {}
+    for key, value in options.items():
+        name = plain_name(key)
+        if name in own:
+            config[name] = value
+        elif name in TEXT_OPTIONS:
+            text[name] = value
+        else:
+            try:
+                line = foreign(name, value)
+            except KeyError:
+                message = unknown_flag(name, [*own, *TEXT_OPTIONS]).replace("--", "").replace("-", "_")
+                raise TypeError(f"Engine: {message}") from None
+            except ValueError as error:
+                raise UserError(str(error)) from None
+            if line:
+                warnings.warn(line, stacklevel=3)
+    return EngineConfig(**config), text
+
+
+class Engine:
+    """A model ready to generate. Keywords are EngineConfig's fields, plus chat_template, trust_remote_code.
+
+    Answers have SGLang's shape; `meta_info["routed_experts"]` is a `tracklayer.Routes`.
+
+        with Engine("model_dir", enable_return_routed_experts=True) as engine:
+            answer = engine.generate("The capital of France is", {"temperature": 0}, return_routed_experts=True)
+            answer["text"], answer["meta_info"]["routed_experts"]
+
+    Raises TypeError for an unknown keyword, CheckpointError or UserError for what can not be loaded.
+    """
+
+    def __init__(self, model_path: str, **options: Any) -> None:
+        config, text = engine_options({**options, "model_path": model_path})
+        tokenizer = None
+        if not config.skip_tokenizer_init:
+            tokenizer = load_tokenizer(
+                config.tokenizer_path or config.model_path,
+                chat_template=text.get("chat_template"),
+                trust_remote_code=bool(text.get("trust_remote_code")),
+            )
+        from tracklayer.engine.thread import EngineThread
+
+        self._open(EngineThread(config), tokenizer, config)
+        self._served_name = text.get("served_model_name") or config.model_path
+
+    @classmethod
+    def over(cls, client: EngineClient, tokenizer: TextTokenizer | None, config: EngineConfig | None = None) -> Engine:
+        """An Engine over a client that already runs."""
+        engine = cls.__new__(cls)
+        engine._open(client, tokenizer, config or EngineConfig(model_path=client.info.model_path))
+        engine._served_name = client.info.model_path
+        return engine
+
+    def _open(self, client: EngineClient, tokenizer: TextTokenizer | None, config: EngineConfig) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self._client = client
+        self._thread = LoopThread()
+        intake = Intake(client.info, tokenizer, random_seed=config.random_seed)
+        self._frontend = TextFrontend(client, tokenizer, intake=intake, weight_version=config.weight_version)
+        self._control = ControlPlane(self._frontend, model_path=config.model_path)
+        self._frontend.bind(self._thread.loop)
+        self._closed = False
+
+    # generating
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: Any = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        messages: Messages | list[Messages] | None = None,
+        stream: bool = False,
+        progress: bool | None = None,
+        **fields_of_call: Any,
+    ) -> Any:
+        """Text, token ids, or chat messages, one or a list; every field of GenerateCall as keyword.
+
+        Returns a dict, or a list of dicts (a list was given, or n > 1) by prompt, then by sample; with `stream` an
+        iterator of cumulative dicts. `progress`: a bar on stderr (default: for lists, on a terminal).
+        Raises UserError for what can never succeed.
+        """
+        call = self._call(prompt, sampling_params, input_ids, messages, stream, fields_of_call)
+        if stream:
+            return self._iterate(call)
+        if progress is None:
+            progress = call.batched and sys.stderr.isatty()
+        if not progress:
+            return self._thread.run(self._answer(call))
+        with _bar(call) as ended:
+            return self._thread.run(self._answer(call, ended))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: Any = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        messages: Messages | list[Messages] | None = None,
+        stream: bool = False,
+        **fields_of_call: Any,
+    ) -> Any:
+        """`generate` for asyncio; with `stream` an async iterator. Cancelling it aborts the requests."""
+        call = self._call(prompt, sampling_params, input_ids, messages, stream, fields_of_call)
+        if stream:
+            return self._aiterate(call)
+        return await asyncio.wrap_future(self._thread.submit(self._answer(call)))
+
+    def _call(
+        self, prompt: Any, sampling: Any, ids: Any, messages: Any, stream: bool, given: dict[str, Any]
+    ) -> GenerateCall:
+        if messages is not None:
+            if prompt is not None or ids is not None:
+                raise UserError("give messages, prompt or input_ids, not several")
+            ids = self._chat_ids(messages)
+        known = set(GenerateCall.__dataclass_fields__)
+        for name in given:
+            if name not in known:
+                raise TypeError(f"generate() has no argument {name!r}; it takes {', '.join(sorted(known))}")
+        return GenerateCall(text=prompt, input_ids=ids, sampling_params=sampling, stream=stream, **given)
+
+    def _chat_ids(self, messages: Any) -> Any:
+        if self.tokenizer is None:
+            raise UserError("messages need a tokenizer, which skip_tokenizer_init left out")
+        if messages and isinstance(messages[0], list):
+            return [self.tokenizer.chat_ids(one) for one in messages]
+        return self.tokenizer.chat_ids(messages)
+
+    async def _answer(self, call: GenerateCall, ended: Callable[[Sample], None] | None = None) -> Any:
+        samples = await self._frontend.generate(call, ended)
+        answers = [self._reply(sample, call) for sample in samples]
+        return answers if call.batched or len(answers) > 1 else answers[0]
+
+    def _reply(self, sample: Sample, call: GenerateCall) -> dict[str, Any]:
+        return reply(sample, self._frontend.weight_version, prompt_ids=call.return_prompt_token_ids)
+
+    async def _chunks(self, call: GenerateCall) -> AsyncIterator[dict[str, Any]]:
+        async for sample in self._frontend.stream(call):
+            chunk = self._reply(sample, call)
+            if call.batched or sample.request.sampling.n > 1:
+                chunk["index"] = sample.index
+            yield chunk
+
+    def _iterate(self, call: GenerateCall) -> Iterator[dict[str, Any]]:
+        chunks = self._chunks(call)
+        try:
+            while (chunk := self._thread.run(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._thread.run(_close(chunks))
+
+    async def _aiterate(self, call: GenerateCall) -> AsyncIterator[dict[str, Any]]:
+        chunks = self._chunks(call)
+        try:
+            while (chunk := await asyncio.wrap_future(self._thread.submit(_next(chunks)))) is not None:
+                yield chunk
+        finally:
+            await asyncio.wrap_future(self._thread.submit(_close(chunks)))
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """End requests whose id begins with `rid`, or all; they return what they have with type abort."""
+        self._thread.loop.call_soon_threadsafe(lambda: self._frontend.abort(rid, everything=abort_all))
+
+    # control
+
+    def flush_cache(self) -> FlushResult:
+        return FlushResult(self._thread.run(self._control.flush_cache()))
+
+    def pause_generation(self, mode: str = "abort") -> None:
+        self._thread.run(self._control.pause(mode))
+
+    def continue_generation(self) -> None:
+        self._thread.run(self._control.resume())
+
+    def update_weights_from_disk(self, model_path: str, load_format: str | None = None, **options: Any) -> Outcome:
+        """(success, message). Keywords: flush_cache, abort_all_requests, weight_version. `load_format`: safetensors."""
+        if load_format not in (None, "auto", "safetensors"):
+            return False, f"load_format {load_format!r} is not available; weights are read from safetensors"
+        return self._thread.run(self._control.update_weights_from_disk(model_path, **options))
+
+    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> Outcome:
+        work = self._control.update_weight_version(new_version, abort_all_requests=abort_all_requests)
+        return self._thread.run(work)
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
+        return self._thread.run(self._control.get_weights_by_name(name, truncate_size))
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
+        self._thread.run(self._control.release_memory(tags))
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
+        self._thread.run(self._control.resume_memory(tags))
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The configuration, the engine's facts, and its load now."""
+        config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        return {**config, **self._thread.run(self._control.server_info())}
+
+    def get_model_info(self) -> dict[str, Any]:
+        return self._control.model_info(self._served_name, self.config.tokenizer_path or self.config.model_path)
+
+    def shutdown(self) -> None:
+        """Stop the engine and give its memory back; running requests end with type abort. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.shutdown()
+        self._thread.run(self._fail_rest())
+        self._frontend.close()
+        self._thread.close()
+
+    async def _fail_rest(self) -> None:
+        self._frontend.fail_all("the engine was shut down")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+async def _next(chunks: AsyncIterator[T]) -> T | None:
+    return await anext(chunks, None)
+
+
+async def _close(chunks: Any) -> None:
+    await chunks.aclose()
+
+
+class _bar:
+    """A progress bar over a call's sequences; entering gives the callback that counts one ended Sample."""
+
+    def __init__(self, call: GenerateCall) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        raw = call.sampling_params
+        first = raw[0] if isinstance(raw, list) and raw else raw
+        n = first.get("n") if isinstance(first, dict) else getattr(first, "n", 1)
+        prompts = call.text if call.text is not None else call.input_ids
+        total = (len(prompts) if call.batched and prompts is not None else 1) * (n or 1)
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+        self._task = self._bar.add_task("", total=total, rate="")
+        self._tokens = 0
+
+    def __enter__(self) -> Callable[[Sample], None]:
+        self._bar.start()
+        return self._ended
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def _ended(self, sample: Sample) -> None:
+        self._tokens += len(sample.output_ids)
+        elapsed_s = self._bar.tasks[0].elapsed or 0.0
+        rate = f"{self._tokens / elapsed_s:,.0f} tok/s" if elapsed_s else ""
+        self._bar.update(self._task, advance=1, rate=rate)
