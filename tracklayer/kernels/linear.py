@@ -69,11 +69,11 @@ def _linear_small_kernel(
     d = tl.arange(0, DB)
     w_row = weight_ptr + f.to(tl.int64)[:, None] * weight_stride
     w = tl.load(w_row + d[None, :], mask=(f < F)[:, None] & (d < D)[None, :], other=0.0, eviction_policy="evict_first")
+    whole = tl.arange(0, DP)
     await_previous(PDL)
     for t in tl.static_range(T):
         rms = 1.0
         if NORM:
-            whole = tl.arange(0, DP)
             x = tl.load(x_ptr + t * x_stride + whole, mask=whole < D, other=0.0).to(tl.float32)
             x += tl.load(residual_ptr + t * residual_stride + whole, mask=whole < D, other=0.0).to(tl.float32)
             x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)
@@ -98,12 +98,11 @@ def _linear_small_kernel(
         tl.debug_barrier()
         if tl.atomic_add(done_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             tl.store(done_ptr, 0)
-            whole = tl.arange(0, DP)
-            for t in tl.static_range(T):
-                at = residual_ptr + t * residual_stride + whole
-                new = tl.load(x_ptr + t * x_stride + whole, mask=whole < D, other=0.0).to(tl.float32)
-                new += tl.load(at, mask=whole < D, other=0.0).to(tl.float32)
-                tl.store(at, new.to(residual_ptr.dtype.element_ty), mask=whole < D)
+            for token in tl.static_range(T):
+                place = residual_ptr + token * residual_stride + whole
+                new = tl.load(x_ptr + token * x_stride + whole, mask=whole < D, other=0.0).to(tl.float32)
+                new += tl.load(place, mask=whole < D, other=0.0).to(tl.float32)
+                tl.store(place, new.to(residual_ptr.dtype.element_ty), mask=whole < D)
 
 
 def launch_linear_small(

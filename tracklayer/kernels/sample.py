@@ -15,6 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tracklayer.kernels.dispatch import use_triton
+from tracklayer.kernels.sample_kernels import launch_apply_penalties, launch_logprobs_of, launch_sample
+
 NEG_INF = float("-inf")
 LARGE = 1e30  # +inf logits become this, so that differences of them are not NaN
 GREEDY_BELOW = 1e-6
@@ -37,7 +40,8 @@ def sample(
     logits_NV float32 or the model's dtype; temperature, top_p, min_p float32 [N]; top_k int32 (>= V: all), seeds
     int64, positions int32 [N]. all_greedy: every row is greedy; any_filter: some row has top_k, top_p or min_p.
     """
-    return sample_ref(
+    run = launch_sample if use_triton(logits_NV) else sample_ref
+    return run(
         logits_NV, temperature_N=temperature_N, top_k_N=top_k_N, top_p_N=top_p_N, min_p_N=min_p_N, seeds_N=seeds_N,
         positions_N=positions_N, all_greedy=all_greedy, any_filter=any_filter,
     )  # fmt: skip
@@ -63,7 +67,7 @@ def sample_ref(
     z_NV = logits_NV / torch.where(greedy_N, 1.0, temperature_N)[:, None]
     if any_filter:
         z_NV = z_NV.masked_fill(z_NV < filter_threshold(z_NV, top_k_N, top_p_N, min_p_N)[:, None], NEG_INF)
-    # Noise is added as -log of an exponential variate; greedy rows take none.
+    # Gumbel noise is -log of an exponential variate; greedy rows take none.
     noise_NV = exponential_noise(seeds_N, positions_N, logits_NV.shape[1]).log_().masked_fill_(greedy_N[:, None], 0.0)
     return (z_NV - noise_NV).argmax(-1).to(torch.int32)
 
@@ -76,7 +80,8 @@ def filter_threshold(z_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Te
     mass_NV = (sorted_NV - sorted_NV[:, :1]).exp().masked_fill(sorted_NV < kth_N1, 0.0)
     mass_NV = mass_NV / mass_NV.sum(-1, keepdim=True)
     before_NV = mass_NV.cumsum(-1) - mass_NV
-    kept_N = ((before_NV < top_p_N[:, None]) & (sorted_NV >= kth_N1)).sum(-1).clamp(min=1)
+    no_limit_N1 = top_p_N[:, None] >= 1  # the sum of the likelier ones may round up to 1
+    kept_N = (((before_NV < top_p_N[:, None]) | no_limit_N1) & (sorted_NV >= kth_N1)).sum(-1).clamp(min=1)
     by_p_N1 = sorted_NV.gather(1, kept_N[:, None] - 1)
     by_min_p_N1 = sorted_NV[:, :1] + min_p_N[:, None].log()
     return torch.maximum(torch.maximum(kth_N1, by_p_N1), by_min_p_N1)[:, 0]
@@ -118,6 +123,8 @@ def logprobs_of(logits_NV: Tensor, temperature_N: Tensor, ids_N: Tensor, top_n: 
 
     Returns (logprob float32 [N], top ids int32 [N, top_n], top logprobs float32 [N, top_n]); ids_N any integer dtype.
     """
+    if use_triton(logits_NV):
+        return launch_logprobs_of(logits_NV, temperature_N, ids_N, top_n)
     return logprobs_of_ref(logits_NV, temperature_N, ids_N, top_n)
 
 
@@ -147,6 +154,19 @@ def apply_penalties(
     prompt; frequency, presence, repetition float32 [N]. Repetition divides a positive logit, multiplies a negative
     one, for tokens of prompt or output; frequency and presence count the output only.
     """
+    run = launch_apply_penalties if use_triton(logits_NV) else apply_penalties_ref
+    return run(logits_NV, counts_output_NV, seen_prompt_NV, frequency_N, presence_N, repetition_N)
+
+
+def apply_penalties_ref(
+    logits_NV: Tensor,
+    counts_output_NV: Tensor,
+    seen_prompt_NV: Tensor,
+    frequency_N: Tensor,
+    presence_N: Tensor,
+    repetition_N: Tensor,
+) -> Tensor:
+    """The torch reference of `apply_penalties`."""
     logits_NV = logits_NV.float()
     given_NV = counts_output_NV > 0
     factor_NV = torch.where(given_NV | seen_prompt_NV, repetition_N[:, None], 1.0)

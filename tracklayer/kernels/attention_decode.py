@@ -1,0 +1,180 @@
+"""Triton: paged attention of one query token a sequence, split over programs and merged in the same launch.
+
+B sequences, N query heads, H key heads (N = G * H), D key width, E value width, S splits, L positions of a block.
+The grid depends on B, H and host bounds only, never on lens: CUDA-graph safe. Each split takes an equal share of the
+blocks that the sequence sees, splits without a share leave at once, and the last one to finish merges all partial
+results in split order, so the sum is deterministic. Sequence-major order: neighbours that share a prefix run together
+and find each other's keys in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tracklayer.kernels.jit import LOG2E, counters, jit, next_power_of_2, num_sms, tl
+
+MAX_SPLITS = 64
+
+
+@jit
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, acc_ptr, ml_ptr, done_ptr, table_ptr, rows_ptr, lens_ptr, sinks_ptr,
+    q_stride_t, q_stride_n, k_stride_s, k_stride_h, v_stride_s, v_stride_h, table_stride, scale, softcap, window, chunk,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, L: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    HEAD_BLOCKS: tl.constexpr = (G + GP - 1) // GP
+    pid = tl.program_id(0)
+    split = pid % SPLITS
+    group = pid // SPLITS
+    head_block = group % HEAD_BLOCKS
+    h = (group // HEAD_BLOCKS) % H
+    b = group // (HEAD_BLOCKS * H)
+
+    length = tl.load(lens_ptr + b)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(first, length - window)
+    if CHUNK:
+        first = tl.maximum(first, (length - 1) // chunk * chunk)
+    blocks = (tl.maximum(length, 1) - first + L - 1) // L
+    share = (blocks + SPLITS - 1) // SPLITS
+    active = (blocks + share - 1) // share
+    if split >= active:
+        return
+
+    g = head_block * GP + tl.arange(0, GP)
+    g_ok = g < G
+    n = h * G + g
+    d0 = tl.arange(0, D0)
+    e = tl.arange(0, EP)
+    q_row = q_ptr + b.to(tl.int64) * q_stride_t + n * q_stride_n
+    q0 = tl.load(q_row[:, None] + d0[None, :], mask=g_ok[:, None], other=0.0)
+    if D1 > 0:
+        d1 = D0 + tl.arange(0, D1)
+        q1 = tl.load(q_row[:, None] + d1[None, :], mask=g_ok[:, None] & (d1 < D)[None, :], other=0.0)
+    table_row = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
+
+    m = tl.full([GP], float("-inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, EP], tl.float32)
+    for block in tl.range(split * share, tl.minimum((split + 1) * share, blocks), num_stages=STAGES):
+        position = first + block * L + tl.arange(0, L)
+        ok = position < length
+        slot = tl.load(table_row + position, mask=ok, other=0).to(tl.int64)
+        k_row = k_ptr + slot * k_stride_s + h * k_stride_h
+        k0 = tl.load(k_row[:, None] + d0[None, :], mask=ok[:, None], other=0.0)
+        s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        if D1 > 0:
+            k1 = tl.load(k_row[:, None] + d1[None, :], mask=ok[:, None] & (d1 < D)[None, :], other=0.0)
+            s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+        s = s * scale
+        if SOFTCAP:
+            s = softcap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * 1.4426950408889634 / softcap)) + 1.0)) * 1.4426950408889634
+        s = tl.where(ok[None, :], s, float("-inf"))
+        # Every block but that of an empty sequence has a visible position, so m is finite from here on.
+        m_new = tl.maximum(tl.maximum(m, tl.max(s, 1)), -1e30)
+        shrink = tl.exp2(m - m_new)
+        p = tl.exp2(s - m_new[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(v_ptr + slot[:, None] * v_stride_s + h * v_stride_h + e[None, :],
+                    mask=ok[:, None] & (e < E)[None, :], other=0.0)  # fmt: skip
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        m = m_new
+
+    out_at = out_ptr + (b.to(tl.int64) * (H * G) + n[:, None]) * E + e[None, :]
+    out_ok = g_ok[:, None] & (e < E)[None, :]
+    if active > 1:
+        at = (group * SPLITS + split).to(tl.int64) * GP + tl.arange(0, GP)
+        tl.store(acc_ptr + at[:, None] * EP + e[None, :], acc, mask=out_ok)
+        tl.store(ml_ptr + at * 2, m)
+        tl.store(ml_ptr + at * 2 + 1, total)
+        tl.debug_barrier()
+        if tl.atomic_add(done_ptr + group, 1, sem="acq_rel") != active - 1:
+            return
+        tl.store(done_ptr + group, 0)
+        # The last to finish: weights of all splits at once, then their sums, four splits a turn.
+        PIECES: tl.constexpr = 4
+        i = tl.arange(0, SPLITS)
+        at_all = (group.to(tl.int64) * SPLITS + i[:, None]) * GP + tl.arange(0, GP)[None, :]
+        m_all = tl.load(ml_ptr + at_all * 2, mask=(i < active)[:, None], other=float("-inf"), cache_modifier=".cg")
+        m = tl.max(m_all, 0)
+        l_all = tl.load(ml_ptr + at_all * 2 + 1, mask=(i < active)[:, None], other=0.0, cache_modifier=".cg")
+        total = tl.sum(l_all * tl.exp2(m_all - m[None, :]), 0)
+        acc = tl.zeros([GP, EP], tl.float32)
+        for piece in range(0, active, PIECES):
+            j = piece + tl.arange(0, PIECES)
+            at_j = (group.to(tl.int64) * SPLITS + j[:, None]) * GP + tl.arange(0, GP)[None, :]
+            j_ok = (j < active)[:, None] & g_ok[None, :]
+            w = tl.exp2(tl.load(ml_ptr + at_j * 2, mask=j_ok, other=float("-inf"), cache_modifier=".cg") - m[None, :])
+            part = tl.load(acc_ptr + at_j[:, :, None] * EP + e[None, None, :],
+                           mask=j_ok[:, :, None] & (e < E)[None, None, :], other=0.0, cache_modifier=".cg")  # fmt: skip
+            acc += tl.sum(part * tl.where(j_ok, w, 0.0)[:, :, None], 0)
+    if SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + n, mask=g_ok, other=0.0).to(tl.float32) * 1.4426950408889634 - m)
+    acc = acc / tl.maximum(total, 1e-30)[:, None]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=out_ok)
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """(power of two <= width, padded rest): 128 -> (128, 0), 192 -> (128, 64), 576 -> (512, 64), 80 -> (64, 16)."""
+    whole = 1 << (width.bit_length() - 1)
+    return max(whole, 16), 0 if width == whole else max(next_power_of_2(width - whole), 16)
+
+
+def num_splits(sequences: int, groups: int, max_len: int, block: int, sms: int) -> int:
+    """A power of two from the host's bounds: enough programs to fill the device several times over."""
+    wanted = max(4 * sms // max(sequences * groups, 1), 1)
+    useful = -(-max_len // block)
+    return min(next_power_of_2(wanted), next_power_of_2(useful), MAX_SPLITS)
+
+
+def paged_decode(
+    q_TND: Tensor,
+    k_SHD: Tensor,
+    v_SHE: Tensor,
+    *,
+    slot_table_RC: Tensor,
+    rows_B: Tensor,
+    lens_B: Tensor,
+    max_len: int,
+    scale: float,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    block: int = 64,
+    warps: int = 4,
+    stages: int = 3,
+    splits: int | None = None,
+) -> Tensor:
+    """Launch: arguments as in `paged_attention` with T == B; the last four steer the schedule. Returns [T, N, E]."""
+    sequences, heads, width = q_TND.shape
+    kv_heads, value_width = k_SHD.shape[1], v_SHE.shape[2]
+    if width < 16:
+        raise ValueError(f"the attention kernel needs heads of at least 16 dims, got {width}")
+    out = torch.empty(sequences, heads, value_width, dtype=q_TND.dtype, device=q_TND.device)
+    if sequences == 0:
+        return out
+    per_group = heads // kv_heads
+    rows = min(max(next_power_of_2(per_group), 16), 64 if value_width <= 256 else 16)
+    groups = kv_heads * -(-per_group // rows)
+    if splits is None:
+        splits = num_splits(sequences, groups, max_len, block, num_sms(q_TND.device))
+    padded = max(next_power_of_2(value_width), 16)
+    parts = sequences * groups * splits * rows if splits > 1 else 0
+    acc = torch.empty(parts * padded, dtype=torch.float32, device=q_TND.device)
+    ml = torch.empty(parts * 2, dtype=torch.float32, device=q_TND.device)
+    done = counters(q_TND.device, max(next_power_of_2(sequences * groups), 4096))
+    d0, d1 = split_width(width)
+    _decode_kernel[(sequences * groups * splits,)](
+        q_TND, k_SHD, v_SHE, out, acc, ml, done, slot_table_RC, rows_B, lens_B, sinks_N,
+        q_TND.stride(0), q_TND.stride(1), k_SHD.stride(0), k_SHD.stride(1), v_SHE.stride(0), v_SHE.stride(1),
+        slot_table_RC.stride(0), scale if softcap else scale * LOG2E, softcap or 0.0, window or 0, chunk or 1,
+        H=kv_heads, G=per_group, D=width, D0=d0, D1=d1, E=value_width, EP=padded, GP=rows, SPLITS=splits, L=block,
+        WINDOW=window is not None, CHUNK=chunk is not None, SINKS=sinks_N is not None, SOFTCAP=softcap is not None,
+        PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32", STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return out
