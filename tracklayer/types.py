@@ -204,8 +204,8 @@ class Share:
     a reused prefix that the runner must enter into its slot table (only in the first share after admission).
     token_ids None: feed the one token that the step before sampled for this row (it may still be on the device).
     samples: the share ends with the newest token, so the next one is sampled from it.
-    logprobs_from: prompt positions p >= this, within this share, want the log-probability of token p
-    (it comes from the logits of position p-1); None: none.
+    logprobs_from: the logits of prompt positions p >= this, within this share, are wanted: those of p give the
+    log-probability of prompt token p+1, also when that is in the next share; None: none.
     admitted: set in the first share after (re-)admission: the row is new and its device state must be laid.
     history: with admitted, all tokens known so far (prompt and earlier output), for penalties after a preemption.
     """

@@ -22,7 +22,8 @@ from tracklayer.types import EngineRequest, FinishReason, Share, StepPlan
 __all__ = ["Committed", "Scheduler", "SchedulerConfig", "Sequence", "SequenceState"]
 
 # A request is admitted only when its prompt and this many tokens of every running one fit: else one of them would be
-# preempted soon, and what it computed be thrown away.
+# preempted soon, and what it computed be thrown away. More room (a share of what each may still sample) was tried: it
+# cost more in steps, with fewer in each, than it saved in tokens computed again.
 HEADROOM_TOKENS = 32
 # A request waits a step for a prefix that is being computed if it saves this many tokens, or all that it could save.
 WORTH_WAITING_TOKENS = 32
@@ -218,7 +219,7 @@ class Scheduler:
             row = seq.row
             if row is None or at == seq.num_allocated:
                 continue  # preempted above, or no page for it now
-            draft.shares.append(Share(seq.rid, row, at, 1, seq.slots[at : at + 1], at, None, True))
+            draft.shares.append(Share(seq.request.rid, row, at, 1, seq.slots[at : at + 1], at, None, True))
             draft.sampled.append(seq)
             seq.num_computed = at + 1
             seq.in_flight += 1

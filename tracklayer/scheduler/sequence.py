@@ -75,6 +75,7 @@ class Sequence:
     rank: (-priority, order of arrival); the smaller is served first and preempted last.
     max_new: output tokens at most. num_computed: tokens whose KV is planned. in_flight: sampled tokens that are planned
     and not yet committed; to_sample: samples that may still be planned.
+    logprobs_next: first prompt position that no plan has computed for its log-probabilities yet; None: none are wanted.
     fill: tokens (int32) known at the last admission, that is what must be prefilled before decoding goes on.
     slots: int32, position -> slot, valid below num_allocated. cached_tokens: prefix hit of the first admission.
     node, num_inserted: the locked place in the prefix tree, and the tokens on the path to it; positions in
@@ -122,13 +123,10 @@ class Sequence:
         return np.concatenate((self.prompt, np.array(self.output_ids, np.int32)))
 
     def hit_limit(self) -> int:
-        """Longest prefix hit allowed: one token must be computed, and all whose log-probability is still wanted.
-
-        The log-probability of token p comes from the logits of position p - 1, which therefore is computed too.
-        """
+        """Longest prefix hit allowed: one token at least is computed, and all whose log-probability is wanted."""
         limit = self.prompt_len + len(self.output_ids) - 1
         if self.logprobs_next is not None and self.logprobs_next < self.prompt_len:
-            limit = min(limit, max(0, self.logprobs_next - 1))
+            limit = min(limit, self.logprobs_next)
         return limit
 
 
