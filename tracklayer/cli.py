@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": Command("tracklayer.server.launch", "serve a model over HTTP", "serve"),
     "demo": Command("tracklayer.demo.job", "serve the demonstration model, ask it, check every route", "demo"),
     "demo-model": Command("tracklayer.demo.model", "write the demonstration model's checkpoint directory", "demo"),
+    "bench": Command("tracklayer.bench.cli", "measure throughput, latency and the cost of recording", "serve"),
     "audit": Command("tracklayer.audit.cli", "compare routes of any engine with a reference model", "serve"),
     "scan": Command("tracklayer.audit.scan_cli", "find routers that are built without a layer id in a source tree"),
 }

@@ -13,7 +13,7 @@ import torch
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import EngineInfo
 from tracklayer.runner.kv_cache import Caches, available_bytes, choose_num_slots, kv_bytes_per_slot
-from tracklayer.runner.load import LoadedModel, load_model
+from tracklayer.runner.load import LoadedModel
 from tracklayer.runner.runner import Runner
 from tracklayer.runner.selftest import self_test
 from tracklayer.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -33,9 +33,8 @@ class Built:
     info: EngineInfo
 
 
-def build_engine(config: EngineConfig, seed: int) -> Built:
-    """Load, size, capture, test. Raises UserError / CheckpointError for what the user must change, SelfTestError."""
-    model = load_model(config, seed)
+def build_engine(config: EngineConfig, model: LoadedModel) -> Built:
+    """Size, capture, test. Raises UserError / CheckpointError for what the user must change, SelfTestError."""
     chunk = config.chunked_prefill_size or DEFAULT_CHUNK[model.device.type]
     max_step_tokens = max(model.context_length if chunk == -1 else chunk, config.max_running_requests)
     caches = _allocate(config, model, max_step_tokens)

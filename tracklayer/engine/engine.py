@@ -13,6 +13,7 @@ from tracklayer.engine.build import build_engine
 from tracklayer.engine.record import Record
 from tracklayer.errors import IncompleteRoutes, TracklayerError, UserError
 from tracklayer.routes.pool import PendingRoutes
+from tracklayer.runner.load import LoadedModel, load_model
 from tracklayer.runner.runner import PendingStep
 from tracklayer.scheduler.sequence import Committed
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput
@@ -44,12 +45,15 @@ class Counters:
 
 
 class EngineCore:
-    """Builds everything from a config, then runs steps. `step` returns the news of requests."""
+    """Builds everything from a config, then runs steps. `step` returns the news of requests.
 
-    def __init__(self, config: EngineConfig) -> None:
+    `model` is one that is loaded already (two engines may share it).
+    """
+
+    def __init__(self, config: EngineConfig, *, model: LoadedModel | None = None) -> None:
         self.config = config
         self.seed = config.random_seed if config.random_seed is not None else secrets.randbits(31)
-        built = build_engine(config, self.seed)
+        built = build_engine(config, model or load_model(config, self.seed))
         self.model, self.runner, self.scheduler, self.info = built.model, built.runner, built.scheduler, built.info
         self.weight_version = config.weight_version
         self.records: dict[str, Record] = {}

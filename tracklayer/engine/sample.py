@@ -104,6 +104,7 @@ class Sample:
         if self._stopped is None and self.finish is None:
             if output.new_token_ids and self.first_token_at is None:
                 self.first_token_at = time.perf_counter()
+                self._open_input_logprobs()
             if output.output_logprobs is not None:
                 self._add_output_logprobs(output.output_logprobs)
             matched = self._add_tokens(output.new_token_ids, output.finish)
@@ -198,17 +199,22 @@ class Sample:
         self.output_given += given
 
     def _add_input_logprobs(self, records: TokenLogprobs) -> None:
-        """The first position asked for has no log-probability on the wire, whatever its index."""
+        """Values of the prompt's positions after the first one asked for, which has none on the wire."""
+        self._open_input_logprobs()
         chosen, top, given = self._triples(records)
-        first = not self.input_logprobs
-        self.input_logprobs += chosen
-        self.input_top += top
-        self.input_given += given
-        if first and chosen:
-            self.input_logprobs[0][0] = None
-            for lists in (self.input_top, self.input_given):
-                if lists:
-                    lists[0] = None
+        asked = self.prompt_tokens - self.request.logprob_start_len
+        skip = len(self.input_logprobs) == 1 and len(chosen) == asked  # with a value for the first position too
+        self.input_logprobs += chosen[skip:]
+        self.input_top += top[skip:]
+        self.input_given += given[skip:]
+
+    def _open_input_logprobs(self) -> None:
+        start = self.request.logprob_start_len
+        if self.request.return_logprob and start >= 0 and not self.input_logprobs:
+            token = self.request.input_ids[start]
+            self.input_logprobs = [[None, token, self._token_text(token) if self._token_text else None]]
+            self.input_top = [None] if self.request.top_logprobs_num else []
+            self.input_given = [None] if self.request.token_ids_logprob else []
 
     # the end
 
@@ -231,6 +237,8 @@ class Sample:
         self.weight_spans = [(v, a, min(b, count)) for v, a, b in self.weight_spans if a < count or a == b == 0]
         if self.request.return_routed_experts and self.error is None:
             self.routes = self._take_routes(output, aborted=reason.type == "abort")
+        if reason.type != "abort":
+            self._open_input_logprobs()
         self.finish = reason
         self._close()
 

@@ -14,6 +14,7 @@ from tracklayer.engine.client import EngineInfo
 from tracklayer.engine.control import Controls
 from tracklayer.engine.engine import EngineCore
 from tracklayer.errors import TracklayerError
+from tracklayer.runner.load import LoadedModel
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ class EngineThread:
 
     info: EngineInfo
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.core = EngineCore(config)
+    def __init__(self, config: EngineConfig, *, model: LoadedModel | None = None) -> None:
+        self.core = EngineCore(config, model=model)
         self.info = self.core.info
         self.controls = Controls(self.core)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -1,0 +1,131 @@
+"""`tracklayer bench`: measure workloads on a model or a dummy shape; `--url` measures a running server instead."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from tracklayer.bench import online
+from tracklayer.bench.workloads import WORKLOADS, Workload
+from tracklayer.errors import UserError
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="tracklayer bench", description=__doc__)
+    p.add_argument("--url", help="measure the server at this address instead of an engine in this process")
+    p.add_argument("--model", help="checkpoint directory (with --url: its name is not needed)")
+    p.add_argument("--shape", default="qwen3-30b-a3b", help="dummy weights of this shape, when no --model is given")
+    p.add_argument("--workloads", default="W1,W2,W3,W4", help=f"comma-separated, of {', '.join(WORKLOADS)}")
+    p.add_argument("--recording", choices=("on", "off", "pairs"), default="on", help="pairs: both, alternating")
+    p.add_argument("--repeats", type=int, default=2, help="measured runs of each after one warm-up")
+    p.add_argument("--scale", type=float, default=1.0, help="shrink requests and tokens by this factor")
+    p.add_argument("--input-tokens", type=int, help="override the workload's")
+    p.add_argument("--output-tokens", type=int, help="override the workload's")
+    p.add_argument("--num-prompts", type=int, help="override the workload's")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--mem-fraction-static", type=float, default=0.88)
+    p.add_argument("--disable-cuda-graph", action="store_true")
+    p.add_argument("--disable-overlap-schedule", action="store_true")
+    p.add_argument("--out", help="append the JSON lines to this file too")
+    return p
+
+
+def chosen(args: argparse.Namespace) -> list[Workload]:
+    """The workloads asked for, with their overrides. Raises UserError for an unknown one."""
+    found = []
+    for name in args.workloads.split(","):
+        if name not in WORKLOADS:
+            raise UserError(f"workload {name!r} is not known; known are {', '.join(WORKLOADS)}")
+        names = ("input_tokens", "output_tokens", "num_prompts")
+        overrides = {key: getattr(args, key) for key in names if getattr(args, key) is not None}
+        found.append(replace(WORKLOADS[name].scaled(args.scale), **overrides))
+    return found
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    workloads = chosen(args)
+    command = "tracklayer bench " + " ".join(argv)
+    lines = online.run(args.url, workloads, args, command) if args.url else offline(args, workloads, command)
+    if args.out:
+        with Path(args.out).open("a") as file:
+            file.writelines(text + "\n" for text in lines)
+    return 0
+
+
+def offline(args: argparse.Namespace, workloads: list[Workload], command: str) -> list[str]:
+    """Build one engine per recording mode over the same weights, measure, print; returns the JSON lines."""
+    from tracklayer.bench.offline import Stopwatch, measure
+    from tracklayer.bench.report import environment, line, share_of_floor, table
+    from tracklayer.bench.shapes import footprint, write_shape
+    from tracklayer.config import EngineConfig
+    from tracklayer.engine.llm import Engine
+    from tracklayer.engine.thread import EngineThread
+    from tracklayer.runner.load import load_model
+
+    modes = {"on": (True,), "off": (False,), "pairs": (True, False)}[args.recording]
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.model or str(write_shape(args.shape, Path(folder)))
+        config = EngineConfig(
+            model_path=path,
+            load_format="auto" if args.model else "dummy",
+            skip_tokenizer_init=True,
+            random_seed=args.seed,
+            enable_return_routed_experts=True,
+            mem_fraction_static=args.mem_fraction_static,
+            disable_cuda_graph=args.disable_cuda_graph,
+            disable_overlap_schedule=args.disable_overlap_schedule,
+            max_running_requests=max(w.num_requests for w in workloads),
+            max_total_tokens=cache_tokens(workloads) if len(modes) > 1 else None,
+        )
+        model = load_model(config, args.seed)
+        watches = {}
+        for recording in modes:
+            one = replace(config, enable_return_routed_experts=recording)
+            watches[recording] = Stopwatch(EngineThread(one, model=model))
+    start_seconds = time.perf_counter() - began
+    engines = {recording: Engine.over(watch, None) for recording, watch in watches.items()}
+    env, feet = environment(), footprint(model.spec)
+    lines, shown = [], []
+    for workload in workloads:
+        runs: dict[bool, list] = {recording: [] for recording in modes}
+        for repeat in range(-1, args.repeats):
+            for recording in modes if repeat % 2 else modes[::-1]:
+                m = measure(
+                    engines[recording], watches[recording], workload, args.seed + 1 + repeat, recording=recording
+                )
+                if repeat >= 0:
+                    runs[recording].append(m)
+        for recording, measured in runs.items():
+            best = max(measured, key=lambda m: m.value(workload.metric))
+            best.extra = share_of_floor(best, workload, feet, env["device"])
+            every = [round(m.value(workload.metric), 1) for m in measured]
+            shown.append(best)
+            more = {"shape": args.model or args.shape, "start_seconds": round(start_seconds, 1)}
+            lines.append(line(best, workload, **{f"all_{workload.metric}": every}, **more, command=command, **env))
+        if len(modes) > 1:
+            ratios = [
+                on.value(workload.metric) / off.value(workload.metric)
+                for on, off in zip(runs[True], runs[False], strict=True)
+            ]
+            print(
+                f"{workload.name}: recording on / off, median of {len(ratios)} pairs: {statistics.median(ratios):.4f}"
+            )
+    table(shown)
+    for text in lines:
+        print(text)
+    sys.stdout.flush()
+    for engine in engines.values():
+        engine.shutdown()
+    return lines
+
+
+def cache_tokens(workloads: list[Workload]) -> int:
+    """KV slots that the largest workload needs: two engines share one GPU."""
+    return max(w.num_requests * (w.input_tokens + w.output_tokens) for w in workloads) + 1024
