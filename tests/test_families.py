@@ -1,0 +1,78 @@
+"""Every family against a model that is not ours: log-probabilities and routes, however the engine runs it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+from parity import check_variant
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tracklayer.config import load_model_config
+from tracklayer.errors import CheckpointError
+from tracklayer.models.registry import all_families, resolve
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_equals_the_reference(variant, tmp_path):
+    modes, core = check_variant(variant, tmp_path)
+    for name, mode in modes.items():
+        assert mode.ok, f"{name}: {mode}; {mode.wrong[:4]}"
+    assert core.model.family.name in {f.name for f in all_families()}
+
+
+def test_every_family_has_a_variant(tmp_path):
+    """No family is served that nothing was compared with."""
+    shown = set()
+    for variant in tiny.VARIANTS:
+        folder = tmp_path / variant
+        tiny.save(variant, folder)
+        shown.add(resolve(load_model_config(str(folder)))[0].name)
+    assert shown == {f.name for f in all_families()}
+
+
+def test_the_comparison_sees_a_wrong_router(tmp_path):
+    """One gate row changed in the checkpoint, not in the reference: routes and log-probabilities differ."""
+    save = tiny.save
+
+    def spoiled(variant, folder, **overrides):
+        model = save(variant, folder, **overrides)
+        tensors = read(folder)
+        tensors["model.layers.2.mlp.gate.weight"][3] += 0.5
+        save_file(tensors, folder / "model.safetensors")
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "save", spoiled)
+        modes, _ = check_variant("qwen3_moe", tmp_path)
+    assert all("layer 2" in mode.wrong[0] and mode.error > 1e-3 for mode in modes.values())
+
+
+def read(folder):
+    with safe_open(folder / "model.safetensors", framework="pt") as handle:
+        return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
+
+
+def test_surplus_and_missing_tensors_are_named(tmp_path):
+    from parity import tiny_engine
+
+    tiny.save("mixtral", tmp_path)
+    whole = read(tmp_path)
+    gone = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    save_file({k: v for k, v in whole.items() if k != gone}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=gone):
+        tiny_engine(tmp_path)
+    save_file({**whole, "model.layers.7.mlp.gate.weight": whole["lm_head.weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"surplus tensor 'model\.layers\.7"):
+        tiny_engine(tmp_path)
+    save_file({**whole, "lm_head.weight": whole["lm_head.weight"][:5].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' has shape \[5, 32\], the model needs \[97, 32\]"):
+        tiny_engine(tmp_path)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NobodysForCausalLM"]}))
+    with pytest.raises(CheckpointError, match=r"'NobodysForCausalLM' is not known.*MixtralForCausalLM"):
+        resolve(load_model_config(str(tmp_path)))
