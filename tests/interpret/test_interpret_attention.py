@@ -1,0 +1,52 @@
+"""The attention kernels in the interpreter against a float64 loop: odd widths, poisoned slots, every option."""
+
+from __future__ import annotations
+
+import pytest
+from attention_cases import DECODE, MIXED, Case, build, error, exact
+
+from tracklayer.kernels.attention_decode import paged_decode
+from tracklayer.kernels.attention_prefill import paged_prefill
+
+BOUND = 1e-5
+
+
+def without(keywords, *names):
+    return {k: v for k, v in keywords.items() if k not in names}
+
+
+@pytest.mark.parametrize("case", DECODE, ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode(case, splits):
+    tensors, keywords = build(case)
+    want = exact(*tensors, **keywords)
+    out = paged_decode(*tensors, **without(keywords, "starts_B1", "max_query"), block=16, splits=splits)
+    assert error(out, want) < BOUND
+
+
+def test_decode_leaves_its_counters_at_zero():
+    """A second launch over the same counters merges as the first did."""
+    tensors, keywords = build(DECODE[0])
+    run = lambda: paged_decode(*tensors, **without(keywords, "starts_B1", "max_query"), block=16, splits=4)  # noqa: E731
+    assert run().equal(run())
+
+
+@pytest.mark.parametrize("case", MIXED, ids=str)
+@pytest.mark.parametrize("rows", [16, 32])
+def test_prefill(case, rows):
+    tensors, keywords = build(case)
+    want = exact(*tensors, **keywords)
+    out = paged_prefill(*tensors, **without(keywords, "max_query", "max_len"), block=16, block_m=rows)
+    assert error(out, want) < BOUND
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 8}])
+def test_prefill_of_whole_prompts_without_a_cache(options):
+    case = Case([33, 1, 19], [33, 1, 19], options=options)
+    (q, k, v), keywords = build(case)
+    want = exact(q, k, v, **keywords)
+    slots = [keywords["slot_table_RC"][row, :n] for row, n in zip(keywords["rows_B"], case.lens, strict=True)]
+    k, v = (x[[int(s) for part in slots for s in part]] for x in (k, v))
+    keywords["slot_table_RC"] = keywords["rows_B"] = None
+    out = paged_prefill(q, k, v, **without(keywords, "max_query", "max_len"), block=16, block_m=16)
+    assert error(out, want) < BOUND
