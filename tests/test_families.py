@@ -64,7 +64,8 @@ def test_surplus_and_missing_tensors_are_named(tmp_path):
     save_file({k: v for k, v in whole.items() if k != gone}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=gone):
         tiny_engine(tmp_path)
-    save_file({**whole, "model.layers.7.mlp.gate.weight": whole["lm_head.weight"]}, tmp_path / "model.safetensors")
+    surplus = {"model.layers.7.mlp.gate.weight": whole["lm_head.weight"].clone()}
+    save_file({**whole, **surplus}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"surplus tensor 'model\.layers\.7"):
         tiny_engine(tmp_path)
     save_file({**whole, "lm_head.weight": whole["lm_head.weight"][:5].clone()}, tmp_path / "model.safetensors")
