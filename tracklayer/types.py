@@ -130,6 +130,7 @@ class EngineRequest:
 
     `stop_token_ids` is resolved by the front end: EOS ids and the request's own, empty with ignore_eos.
     `seed` is resolved too: equal (seed, position) sample equally whatever the batch.
+    news_interval: output tokens between news after the first token's; 1 for who streams or looks for stop strings.
     """
 
     rid: str
@@ -146,6 +147,7 @@ class EngineRequest:
     routed_experts_include_last: bool = False
     priority: int = 0
     cache_key: str = ""
+    news_interval: int = 1
     arrived: float = 0.0
 
 

@@ -166,7 +166,7 @@ class EngineCore:
                 self.counters.generated_tokens += 1
             if item.finish is not None:
                 ended.append(item)
-            elif record.unsent:
+            elif record.due:
                 self.ready.append(record.output())
         self._close(ended)
 

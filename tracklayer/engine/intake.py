@@ -21,6 +21,7 @@ from tracklayer.errors import UserError
 from tracklayer.types import EngineRequest, SamplingParams
 
 Many = list[Any]
+QUIET_TOKENS = 64  # news of a request whose caller waits for the whole answer come this many tokens apart
 
 
 @dataclass(slots=True, kw_only=True)
@@ -267,6 +268,7 @@ class Intake:
                 routed_experts_include_last=call.include_last,
                 priority=call.priority or 0,
                 cache_key=prompt.cache_key,
+                news_interval=1 if call.stream or params.stop or params.stop_regex else QUIET_TOKENS,
                 arrived=time.time(),
             )
             for k in range(params.n)

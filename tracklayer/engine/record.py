@@ -62,6 +62,11 @@ class Record:
         self.spans = [(version, start, min(end, keep)) for version, start, end in self.spans if start < keep]
 
     @property
+    def due(self) -> bool:
+        """Whether it is time for news: the first token's, then every news_interval tokens."""
+        return bool(self.unsent) and (self.num_output == 1 or len(self.unsent) >= self.request.news_interval)
+
+    @property
     def num_rows(self) -> int:
         """Position after the last route row to return: every token that was fed, the last sampled one was not."""
         prompt = len(self.request.input_ids)
