@@ -130,6 +130,7 @@ class _Choice(TorchFunctionMode):
         self.replay = replay
         self.router = router
         self.times = 0
+        self._maxima = 0
         self._unmasked: dict[int, tuple[Tensor, Tensor]] = {}
         names = [cls.__name__ for cls in type(router.module).__mro__]
         self._stand_ins = CHOOSERS[next((name for name in names if name in CHOOSERS), "*")]
@@ -179,8 +180,9 @@ class _Choice(TorchFunctionMode):
         if not self._is_scores(scores_NE) or kwargs.get("dim") != -1:
             return result
         if not self.times:
-            self._forced_NK = self._force(scores_NE.topk(2, -1).indices, scores_NE)
-            self._maxima = 0
+            best_N1 = scores_NE.max(-1, keepdim=True).indices
+            second_N1 = scores_NE.scatter(-1, best_N1, float("-inf")).max(-1, keepdim=True).indices
+            self._force(torch.cat([best_N1, second_N1], 1), scores_NE)
         k = self._maxima // (3 if self.router.module.training else 1)
         self._maxima += 1
         ids_N1 = result.indices if kwargs.get("keepdim") else result.indices[:, None]
