@@ -213,7 +213,6 @@ class Scheduler:
             for seq in lacking:
                 if seq.state is SequenceState.RUNNING and self._make_room(seq):
                     cache.extend(seq, seq.num_allocated + size)
-        step = draft.step
         for seq in ready:
             at = seq.num_computed
             row = seq.row
@@ -224,7 +223,7 @@ class Scheduler:
             seq.num_computed = at + 1
             seq.in_flight += 1
             seq.to_sample -= 1
-            seq.last_step = step
+            seq.last_step = draft.step
         draft.budget -= len(draft.shares)
 
     def _plan_prefills(self, draft: Draft) -> None:
@@ -246,8 +245,9 @@ class Scheduler:
 
     def _admit(self, draft: Draft) -> None:
         """Start waiting sequences in order of rank while budget, rows and pages last."""
-        if not self.waiting:
+        if not self.waiting or not self._free_rows or draft.budget <= 0:
             return
+        before = len(self.running)
         draft.wanted_pages = sum(self._wanted_pages(seq) for seq in self.running)
         draft.prefilling = [seq for seq in self.running if seq.prefilling]
         for seq in self.waiting:
@@ -264,7 +264,8 @@ class Scheduler:
                 continue
             if not self._start(draft, seq, match):
                 break
-        self.waiting = [seq for seq in self.waiting if seq.state is SequenceState.WAITING]
+        if len(self.running) > before:
+            self.waiting = [seq for seq in self.waiting if seq.state is SequenceState.WAITING]
 
     def _better_wait(self, draft: Draft, seq: Sequence, match: Match) -> bool:
         """Whether a running sequence is computing enough of this one's prefix to wait for it."""

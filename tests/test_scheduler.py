@@ -1,0 +1,472 @@
+"""The scheduler's rules one by one: who runs, in which order, with what, and what bad input gets."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import pytest
+from scheduler_device import Device, expected_output, next_token, request, scheduler
+
+from tracklayer.errors import CapacityError, UserError
+from tracklayer.scheduler.scheduler import Scheduler, SchedulerConfig
+from tracklayer.scheduler.sequence import SequenceState
+from tracklayer.types import FinishReason
+
+ABORT = FinishReason("abort")
+
+
+def shapes(plan) -> list[tuple[str, int, int, bool]]:
+    return [(share.rid, share.start, share.num_tokens, share.samples) for share in plan.shares]
+
+
+# what can never run
+
+
+@pytest.mark.parametrize(
+    "prompt, max_new, context, pages, names",
+    [
+        ([], 4, 50, 40, ["empty"]),
+        ([1] * 50, 0, 50, 90, ["50", "context_length is 50"]),
+        ([1] * 45, 6, 50, 90, ["45", "6", "51", "context_length 50"]),
+        ([1] * 30, 11, 100, 40, ["30", "11", "41", "hold 40", "max_total_tokens"]),
+        ([1] * 40, None, 100, 40, ["40", "41", "max_total_tokens"]),
+        ([1] * 41, 0, 100, 40, ["41", "hold 40", "max_total_tokens"]),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once_with_its_numbers(prompt, max_new, context, pages, names):
+    sched = scheduler(pages, context=context)
+    with pytest.raises(UserError) as error:
+        sched.add(request("a", prompt, max_new))
+    assert all(name in str(error.value) for name in names), error.value
+    assert not sched.has_work
+
+
+@pytest.mark.parametrize(
+    "name", ["num_slots", "page_size", "max_running_requests", "max_step_tokens", "context_length"]
+)
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
+def test_bad_sizes_are_named(name, value):
+    sizes = dict(num_slots=64, page_size=1, max_running_requests=4, max_step_tokens=8, context_length=50)
+    with pytest.raises(UserError, match=name):
+        SchedulerConfig(**(sizes | {name: value}))
+
+
+def test_a_cache_of_one_page_is_refused():
+    with pytest.raises(UserError, match="max_total_tokens"):
+        SchedulerConfig(num_slots=31, page_size=16, max_running_requests=4, max_step_tokens=8, context_length=50)
+
+
+def test_a_full_queue_and_a_rid_twice():
+    sched = scheduler(queued=2)
+    sched.add(request("a", [1]))
+    with pytest.raises(UserError, match="'a'"):
+        sched.add(request("a", [2]))
+    sched.add(request("b", [1]))
+    with pytest.raises(CapacityError, match="max_queued_requests 2"):
+        sched.add(request("c", [1]))
+    sched.plan()
+    sched.add(request("c", [1]))
+
+
+@pytest.mark.parametrize("context, pages, most", [(20, 100, 20), (100, 30, 30)])
+def test_no_limit_runs_to_the_end_of_context_or_cache(context, pages, most):
+    device = Device(scheduler(pages, context=context))
+    seq = device.add(request("a", [1, 2, 3], max_new=None))
+    device.drain()
+    assert len(seq.output_ids) == most - 3 and device.done["a"].finish.length == most - 3
+
+
+# one step
+
+
+def test_nothing_to_do_plans_nothing():
+    sched = scheduler()
+    assert sched.plan() is None and not sched.has_work and sched.take_preempted() == []
+    assert sched.abort("nobody", ABORT) is None and sched.finish("nobody", 3, ABORT) is None
+
+
+def test_decodes_come_first_and_count_in_the_budget():
+    device = Device(scheduler(budget=6))
+    device.add(request("a", [1, 2], max_new=9))
+    device.step()
+    device.add(request("b", range(10, 20), max_new=9))
+    device.step()
+    assert shapes(device.plans[1]) == [("a", 2, 1, True), ("b", 0, 5, False)]
+    device.add(request("c", [30, 31], max_new=9))
+    device.step()
+    assert shapes(device.plans[2]) == [("a", 3, 1, True), ("b", 5, 5, True)]
+    device.step()
+    assert shapes(device.plans[3]) == [("a", 4, 1, True), ("b", 10, 1, True), ("c", 0, 2, True)]
+    assert not device.plans[2].decode_only
+    device.step()
+    assert device.plans[4].decode_only
+
+
+def test_the_first_share_says_all_that_a_new_row_needs():
+    device = Device(scheduler())
+    device.add(request("a", [1, 2, 3], max_new=2))
+    device.step()
+    device.add(request("b", [1, 2, 4, 4], max_new=2))
+    device.step()
+    share = next(share for share in device.plans[1].shares if share.rid == "b")
+    assert (share.table_start, share.start, len(share.slots), share.token_ids) == (0, 2, 4, [4, 4])
+    assert share.admitted.rid == "b" and share.history == [1, 2, 4, 4]
+    assert device.seqs["b"].cached_tokens == 2
+    decode = device.plans[1].shares[0]
+    assert (decode.rid, decode.token_ids, decode.table_start, decode.admitted) == ("a", None, 3, None)
+
+
+def test_priority_then_arrival_and_nobody_is_overtaken_for_being_large():
+    device = Device(scheduler(num_pages=40, running=9, budget=40))
+    device.add(request("old", [1] * 10, max_new=2))
+    device.add(request("big", [2] * 35, max_new=2))
+    device.add(request("small", [3], max_new=2))
+    device.add(request("urgent", [4], max_new=2, priority=5))
+    device.step()
+    assert [share.rid for share in device.plans[0].shares] == ["urgent", "old"]
+    device.drain()
+    admitted = [share.rid for plan in device.plans for share in plan.shares if share.admitted]
+    assert admitted == ["urgent", "old", "big", "small"]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_length_is_known_when_planning(depth):
+    device = Device(scheduler(), depth)
+    device.add(request("a", [1, 2], max_new=5))
+    device.drain()
+    assert device.computed == 2 + 4, "no surplus token"
+    assert len(device.done["a"].slots) == 6
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_prefill_only(depth):
+    device = Device(scheduler(budget=3), depth)
+    seq = device.add(request("a", [1, 2, 3, 4], max_new=0))
+    device.drain()
+    news = device.done["a"]
+    assert (news.token, news.finish.type, news.finish.length, len(news.slots)) == (None, "length", 0, 4)
+    assert seq.output_ids == [] and not any(share.samples for plan in device.plans for share in plan.shares)
+
+
+def stop_at(prompt, count) -> int:
+    """A token that the model gives as output number `count` and not before."""
+    output, _ = expected_output(request("x", prompt), 50)
+    assert output[count - 1] not in output[: count - 1]
+    return output[count - 1]
+
+
+PROMPT = next([i, i] for i in range(200) if len(set(expected_output(request("x", [i, i]), 3)[0])) == 3)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_stop_token_ends_it_and_the_surplus_is_dropped(depth):
+    device = Device(scheduler(), depth)
+    seq = device.add(request("a", PROMPT, max_new=20, stop=[stop_at(PROMPT, 3)]))
+    device.drain()
+    assert (device.done["a"].finish.type, device.done["a"].finish.matched) == ("stop", seq.output_ids[-1])
+    assert len(seq.output_ids) == 3 and len(device.done["a"].slots) == 4
+    assert device.computed == 2 + 2 + depth
+
+
+def test_the_least_length_overrules_stop_tokens():
+    device = Device(scheduler())
+    seq = device.add(request("a", PROMPT, max_new=7, min_new=6, stop=range(5)))
+    device.drain()
+    assert len(seq.output_ids) == 6 and device.done["a"].finish.type == "stop"
+
+
+def test_a_row_is_not_given_away_while_its_last_step_is_in_flight():
+    sched = scheduler(running=1)
+    sched.add(request("a", PROMPT, max_new=20, stop=[stop_at(PROMPT, 1)]))
+    sched.add(request("b", [9], max_new=2))
+    first = sched.plan()
+    second = sched.plan()  # a's surplus token
+    (news,) = sched.commit(first, [stop_at(PROMPT, 1)])
+    assert news.finish.type == "stop" and sched.plan() is None
+    assert sched.commit(second, [0]) == []
+    assert sched.plan().shares[0].rid == "b"
+    sched.check_integrity()
+
+
+def test_commits_out_of_order_or_of_the_wrong_size_are_seen():
+    sched = scheduler()
+    sched.add(request("a", [1], max_new=9))
+    first, second = sched.plan(), sched.plan()
+    with pytest.raises(AssertionError, match="commit of step 1, expected 0"):
+        sched.commit(second, [1])
+    sched = scheduler()
+    sched.add(request("a", [1], max_new=9))
+    first = sched.plan()
+    with pytest.raises(AssertionError, match="2 tokens for 1"):
+        sched.commit(first, [1, 2])
+
+
+def test_tokens_come_as_a_list_or_an_array():
+    sched = scheduler()
+    sched.add(request("a", [1], max_new=9))
+    (news,) = sched.commit(sched.plan(), np.array([7], np.int32))
+    assert news.token == 7 and type(news.seq.output_ids[0]) is int
+
+
+# ends from outside
+
+
+def test_finish_keeps_what_it_is_told_wherever_the_request_is():
+    device = Device(scheduler(num_pages=100, budget=8, running=3), depth=1)
+    running = device.add(request("running", [1, 2], max_new=30))
+    for _ in range(6):
+        device.step()
+    middle = device.add(request("middle", [5] * 30, max_new=3))
+    device.step()
+    assert middle.prefilling and middle.num_computed > 0
+    waiting = device.add(request("waiting", [7], max_new=3))
+    device.finish("waiting", 2, FinishReason("stop", matched="x"))
+    device.finish("middle", 0, ABORT)
+    assert len(running.output_ids) >= 4 and running.in_flight == 1
+    device.finish("running", 2, FinishReason("stop", matched="end"))
+    assert len(running.output_ids) == 2 and len(device.done["running"].slots) == 3
+    assert len(device.done["middle"].slots) == 7 and len(device.done["waiting"].slots) == 0
+    assert [seq.state for seq in (running, middle, waiting)] == [SequenceState.FINISHED] * 3
+    device.sched.check_integrity()
+    assert device.sched.num_used_slots == 0 and device.sched.has_work, "a step is still in flight"
+    device.drain()
+    assert device.sched.finish("running", 1, ABORT) is None, "known no more"
+    device.sched.add(request("running", [1], max_new=1))
+
+
+# too few pages
+
+
+def test_the_latest_of_the_lowest_priority_gives_way_and_all_end():
+    device = Device(scheduler(num_pages=110, budget=64, running=4))
+    device.add(request("low", [1, 1], max_new=60, priority=-1))
+    device.add(request("first", [2, 2], max_new=60))
+    device.add(request("second", [3, 3], max_new=60))
+    order = []
+    while device.sched.has_work:
+        plan = device.sched.plan()
+        taken = device.sched.take_preempted()
+        order += [seq.rid for seq, _ in taken]
+        for seq, slots in taken:
+            device.check_holds(seq.request, device.tokens_of(seq), slots)
+        device.launch(plan)
+        device.commit()
+        device.sched.check_integrity()
+    assert order[:1] == ["low"] and "first" not in order
+    for rid, seq in device.seqs.items():
+        assert seq.output_ids == expected_output(seq.request, 60)[0]
+        assert seq.num_retractions == order.count(rid)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_token_in_flight_reaches_a_preempted_sequence(depth):
+    device = Device(scheduler(), depth)
+    seq = device.add(request("a", [1, 2], max_new=3))
+    for _ in range(depth):
+        assert device.step()
+    before = len(seq.output_ids)
+    assert seq.in_flight == depth
+    device.sched.retract_all()
+    ((taken, slots),) = device.sched.take_preempted()
+    assert taken is seq and len(slots) == 2 + before + depth - 1
+    device.saved["a"] = len(slots)
+    assert device.sched.plan() is None, "it must not start again before its token is known"
+    while device.pending:
+        device.commit()
+    assert len(seq.output_ids) == before + depth and seq.state is SequenceState.WAITING
+    device.drain()
+    assert seq.output_ids == expected_output(seq.request, 3)[0] and seq.num_retractions == 1
+
+
+def test_it_may_end_while_it_waits_after_a_preemption():
+    device = Device(scheduler(), depth=1)
+    device.add(request("a", [1, 2], max_new=1))
+    device.step()
+    device.sched.retract_all()
+    device.gather_preempted()
+    device.commit()
+    news = device.done["a"]
+    assert news.finish.type == "length" and len(news.slots) == 0 and device.saved["a"] == 2
+    assert not device.sched.has_work
+
+
+def test_a_preempted_sequence_finds_its_own_tokens_again():
+    device = Device(scheduler())
+    seq = device.add(request("a", range(20), max_new=10))
+    for _ in range(4):
+        device.step()
+    device.sched.retract_all()
+    device.gather_preempted()
+    computed = device.computed
+    device.step()
+    assert device.computed - computed == 1, "its last token alone"
+    share = device.plans[-1].shares[0]
+    assert share.admitted is seq.request and share.history == [*range(20), *seq.output_ids[:4]]
+    assert seq.cached_tokens == 0, "of the first admission"
+
+
+def test_a_request_that_lies_twice_in_the_cache_is_not_stuck():
+    """Computed anew for its log-probabilities beside equal cached tokens, it would need more pages than there are."""
+    device = Device(scheduler(num_pages=10))
+    device.add(request("a", [1, 2, 3, 4, 5, 6], max_new=0))
+    device.drain()
+    seq = device.add(request("b", [1, 2, 3, 4, 5, 6, 7], max_new=3, logprobs_from=0))
+    device.drain()
+    assert seq.output_ids == expected_output(seq.request, 3)[0]
+    assert device.logprobs["b"] == list(range(7)), "each wanted position once, though it started twice"
+
+
+def test_waiting_requests_do_not_starve_behind_a_stream_of_small_ones():
+    device = Device(scheduler(num_pages=30, running=3, budget=16))
+    device.add(request("s0", [9, 0], max_new=8))
+    device.step()
+    device.add(request("big", range(20), max_new=8))
+    for i in range(1, 60):
+        device.add(request(f"s{i}", [9, i], max_new=8))
+        device.step()
+        if "big" in device.done:
+            break
+    assert "big" in device.done
+    device.drain()
+
+
+# shared prefixes
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("budget", [64, 100, 4096])
+def test_groups_of_equal_prompts_that_arrive_together(page_size, budget):
+    """Scaled-down samples of one prompt: each prompt is computed once, the others compute their last token."""
+    prompts = [[1, i, *range(100 + i, 190 + i)] for i in range(6)]
+    device = Device(scheduler(4096 // page_size, page_size, running=48, budget=budget), depth=1)
+    for i, prompt in enumerate(prompts):
+        for j in range(8):
+            device.add(request(f"{i}.{j}", prompt, max_new=2))
+    device.drain()
+    assert device.computed <= 6 * 92 + 6 * 7 + 48
+    cached = [seq.cached_tokens for seq in device.seqs.values()]
+    assert sum(c == 91 for c in cached) >= 6 * 7
+
+
+def test_a_short_common_beginning_is_not_waited_for():
+    device = Device(scheduler())
+    device.add(request("a", [1, 10, 11, 12], max_new=1))
+    device.add(request("b", [1, 20, 21, 22], max_new=1))
+    device.step()
+    assert len(device.plans[0].shares) == 2
+
+
+def test_it_waits_for_the_whole_prompt_of_one_that_is_inside_its_prefill():
+    device = Device(scheduler(num_pages=200, budget=10))
+    prompt = list(range(35))
+    device.add(request("a", prompt, max_new=1))
+    device.add(request("b", prompt, max_new=1))
+    device.add(request("c", [90, 91], max_new=1))
+    device.drain()
+    assert device.seqs["b"].cached_tokens == 34
+    first = {share.rid: plan.step for plan in device.plans[::-1] for share in plan.shares}
+    assert first["c"] == 3 and first["b"] == 4, "c may pass b, which waits for a"
+
+
+def test_the_owner_of_an_awaited_prefix_may_vanish():
+    device = Device(scheduler(num_pages=200, budget=10))
+    device.add(request("a", range(35), max_new=1))
+    seq = device.add(request("b", range(35), max_new=1))
+    device.step()
+    device.finish("a", 0, ABORT)
+    device.drain()
+    assert seq.cached_tokens == 10 and device.done["b"].finish.type == "length"
+
+
+@pytest.mark.parametrize("start, hit", [(-1, 9), (0, 0), (4, 4), (9, 9)])
+def test_prompt_logprobs_cap_the_hit(start, hit):
+    device = Device(scheduler())
+    device.add(request("a", range(10), max_new=2))
+    device.drain()
+    seq = device.add(request("b", range(10), max_new=2, logprobs_from=start))
+    device.drain()
+    assert seq.cached_tokens == hit
+    assert device.logprobs.get("b", []) == ([] if start < 0 else list(range(start, 10)))
+
+
+def test_a_hit_inside_a_page_copies_that_part():
+    device = Device(scheduler(num_pages=16, page_size=4))
+    device.add(request("a", range(10), max_new=2))
+    device.drain()
+    seq = device.add(request("b", [*range(10), next_token("", tuple(range(10))) + 1, 50], max_new=2))
+    device.step()
+    plan = device.plans[-1]
+    assert seq.cached_tokens == 10 and len(plan.copies) == 2
+    assert plan.copies[:, 1].tolist() == plan.shares[0].slots[8:10].tolist()
+    device.drain()
+
+
+def test_without_the_prefix_cache_nothing_is_found_and_nothing_kept():
+    device = Device(scheduler(cache=False))
+    for rid in "ab":
+        seq = device.add(request(rid, range(10), max_new=2))
+        device.drain()
+        assert seq.cached_tokens == 0
+    assert device.sched.cache.allocator.num_free == 64
+
+
+# whole-cache operations and invariants
+
+
+def test_flush_and_retract():
+    device = Device(scheduler())
+    device.add(request("a", range(10), max_new=4))
+    assert device.sched.flush(), "waiting requests hold nothing"
+    device.step()
+    assert not device.sched.flush() and device.sched.num_used_slots > 0
+    device.sched.retract_all()
+    assert (device.sched.num_running, device.sched.num_waiting) == (0, 1)
+    device.gather_preempted()
+    assert device.sched.flush() and device.sched.cache.allocator.num_free == 64
+    device.kv.clear()  # as new weights would
+    device.drain()
+    assert device.sched.num_free_slots == 64 and device.sched.num_used_slots == 0
+
+
+def planted(fault) -> Scheduler:
+    device = Device(scheduler())
+    device.add(request("a", range(6), max_new=9))
+    device.step()
+    fault(device.sched)
+    return device.sched
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        (lambda s: s.cache.allocator.allocate(1), "owners"),
+        (lambda s: s.running[0].slots.__setitem__(6, s.running[0].slots[2]), "owners"),
+        (lambda s: s.cache.tree.lock(s.running[0].node), "references"),
+        (lambda s: s._free_rows.pop(), "rows"),
+        (lambda s: s._free_rows.append(s.running[0].row), "rows"),
+        (lambda s: setattr(s.cache.tree, "num_evictable", 3), "evictable"),
+    ],
+)
+def test_the_integrity_check_sees_planted_faults(fault, message):
+    sched = planted(lambda s: None)
+    sched.plan()
+    sched.check_integrity()
+    fault(sched)
+    with pytest.raises(AssertionError, match=message):
+        sched.check_integrity()
+
+
+def test_a_step_of_256_decodes_is_planned_and_committed_in_far_less_than_it_runs():
+    sched = scheduler(num_pages=60000, running=256, budget=16384, context=1000)
+    for i in range(256):
+        sched.add(request(str(i), range(i, i + 50), max_new=200))
+    seconds = []
+    for _ in range(60):
+        begin = time.perf_counter()
+        plan = sched.plan()
+        sched.commit(plan, [1] * sum(share.samples for share in plan.shares))
+        seconds.append(time.perf_counter() - begin)
+    assert plan.decode_only and len(plan.shares) == 256
+    assert statistics.median(seconds) < 0.005  # about 0.3 ms on a free core
