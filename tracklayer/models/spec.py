@@ -7,7 +7,7 @@ A need that this can not say gains a field here, never an `if family ==` in the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tracklayer.kernels.topk import RouterSpec
@@ -44,6 +44,17 @@ class ModelSpec:
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers that hold a MoE sublayer: the layer axis of routes."""
         return tuple(i for i, subs in enumerate(self.layers) for s in subs if isinstance(s.body, MoESpec))
+
+    def with_float32_routers(self) -> ModelSpec:
+        """The same model whose gates and scores are formed in float32, whatever its reference does."""
+
+        def change(sub: Sublayer) -> Sublayer:
+            if not isinstance(sub.body, MoESpec):
+                return sub
+            router = replace(sub.body.router, gate_dtype="float32", score_dtype="float32")
+            return replace(sub, body=replace(sub.body, router=router))
+
+        return replace(self, layers=tuple(tuple(map(change, subs)) for subs in self.layers))
 
     @property
     def routers(self) -> tuple[RouterSpec, ...]:

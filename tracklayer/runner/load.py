@@ -67,6 +67,8 @@ def load_model(config: EngineConfig, seed: int) -> LoadedModel:
     """
     hf_config = load_model_config(config.model_path, config.json_model_override_args)
     family, spec = resolve(hf_config)
+    if config.router_dtype == "float32":
+        spec = spec.with_float32_routers()
     if config.enable_return_routed_experts and not spec.moe_layers:
         raise UserError(
             f"{family.name} with this config has no MoE layer, so there are no routes to record; "
