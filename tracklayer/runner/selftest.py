@@ -1,0 +1,147 @@
+"""The start-up route self-test: every way of running that the engine may use must record what the router chose.
+
+Random tokens go once, whole, through the decoder on the torch reference kernels into a cache of their own: that gives
+the reference routes. Then each mode (whole prefill, chunked prefill, eager decode, each CUDA graph) runs the same
+tokens through the engine's own caches and pool, and its rows are compared column by column.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tracklayer.errors import SelfTestError
+from tracklayer.kernels.dispatch import reference_kernels
+from tracklayer.routes.record import fill_value
+from tracklayer.runner.kv_cache import Caches
+from tracklayer.runner.runner import Array, Runner
+from tracklayer.types import EngineRequest, SamplingParams, Share, StepPlan
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 7
+# Share of a column's chosen experts that must agree. In float32 only ties may differ; in 16 bits near-ties flip, and a
+# flip moves what follows; a wrong, shifted or stale column agrees by chance only (about top_k / num_experts).
+AGREEMENT = {torch.float32: 0.99, torch.bfloat16: 0.7, torch.float16: 0.8}
+
+
+@dataclass(slots=True)
+class Probe:
+    """Random sequences of one length, laid in the cache one after another from page 1 on."""
+
+    tokens_BT: Array
+    page_size: int
+
+    def slots(self, b: int) -> Array:
+        length = self.tokens_BT.shape[1]
+        return np.arange(b * length, (b + 1) * length, dtype=np.int32) + self.page_size
+
+    def share(self, b: int, start: int, end: int, *, sampled: bool = False) -> Share:
+        """Positions start..end-1 of sequence b in row b; `sampled`: fed as the token that was sampled before."""
+        tokens = self.tokens_BT[b, start:end].tolist()
+        request = EngineRequest(rid=f"selftest-{b}", input_ids=tokens, sampling=SamplingParams(temperature=0.0))
+        return Share(
+            rid=request.rid,
+            row=b,
+            start=start,
+            num_tokens=end - start,
+            slots=self.slots(b)[start:end],
+            table_start=start,
+            token_ids=None if sampled else tokens,
+            samples=sampled or end == self.tokens_BT.shape[1],
+            admitted=None if sampled else request,
+        )
+
+    def plan(self, shares: list[Share]) -> StepPlan:
+        return StepPlan(0, shares, np.empty((0, 2), np.int32))
+
+
+def self_test(runner: Runner, page_size: int) -> None:
+    """Raises SelfTestError naming mode and layer when a mode's rows are missing or not the reference router's."""
+    began = time.perf_counter()
+    pool = runner.caches.pool
+    assert pool is not None
+    num_slots = pool.tensor_SLK.shape[0]
+    largest = runner.graphs.sizes[-1] if runner.graphs else min(4, runner.rows.scratch)
+    count = min(largest, (num_slots - page_size) // (PROMPT_TOKENS + 1))
+    if count < 1:
+        raise SelfTestError(f"the cache of {num_slots} slots is too small for the route self-test")
+    generator = np.random.default_rng(0)
+    tokens_BT = generator.integers(0, runner.model.spec.vocab_size, (count, PROMPT_TOKENS + 1))
+    probe = Probe(tokens_BT, page_size)
+    reference_BTLK = _reference(runner, probe)
+    for mode, sequences, positions in _modes(runner, probe):
+        slots = np.concatenate([probe.slots(b)[positions] for b in range(sequences)])
+        rows_TLK = pool.tensor_SLK[torch.from_numpy(slots).long().to(runner.device)].cpu().numpy()
+        expected_TLK = reference_BTLK[:sequences, positions].reshape(rows_TLK.shape)
+        _compare(mode, rows_TLK, expected_TLK, pool.shape.layer_ids, AGREEMENT[runner.model.dtype])
+    log.info("route self-test passed in %.1f s", time.perf_counter() - began)
+
+
+def _modes(runner: Runner, probe: Probe) -> Iterator[tuple[str, int, slice]]:
+    """Run each mode in turn; yields its name, how many sequences and which positions it has just written."""
+    count, last = len(probe.tokens_BT), PROMPT_TOKENS
+    few = min(count, 4)
+    everything = slice(0, last + 1)
+    _run(runner, probe, [probe.share(b, 0, last + 1) for b in range(few)])
+    yield "prefill", few, everything
+    _run(runner, probe, [probe.share(b, 0, 3) for b in range(count)])
+    _run(runner, probe, [probe.share(b, 3, last) for b in range(count)])
+    yield "chunked prefill", count, slice(0, last)
+    graphs, runner.graphs = runner.graphs, None
+    _decode(runner, probe, few)
+    yield "eager decode", few, slice(last, last + 1)
+    runner.graphs = graphs
+    for size in graphs.sizes if graphs else ():
+        if size <= count:
+            _decode(runner, probe, size)
+            yield f"CUDA graph of {size}", size, slice(last, last + 1)
+
+
+def _run(runner: Runner, probe: Probe, shares: list[Share]) -> None:
+    runner.launch(probe.plan(shares)).wait()
+
+
+def _decode(runner: Runner, probe: Probe, count: int) -> None:
+    """Feed the last token of `count` sequences as if it had been sampled."""
+    pool = runner.caches.pool
+    assert pool is not None
+    last = torch.from_numpy(probe.tokens_BT[:count, -1].astype(np.int32)).to(runner.device)
+    runner.rows.last_token_R[:count] = last
+    slots = torch.from_numpy(np.array([probe.slots(b)[-1] for b in range(count)])).to(runner.device)
+    pool.fill(slots)
+    _run(runner, probe, [probe.share(b, PROMPT_TOKENS, PROMPT_TOKENS + 1, sampled=True) for b in range(count)])
+
+
+def _reference(runner: Runner, probe: Probe) -> Array:
+    """Routes [B, T, L, K] of a whole pass on the torch reference kernels, in caches of its own."""
+    count, length = probe.tokens_BT.shape
+    model, pool = runner.model, runner.caches.pool
+    assert pool is not None
+    size = count * length + probe.page_size
+    caches = Caches.allocate(size, model.decoder.attentions, pool.shape, model.dtype, model.device)
+    other = Runner(model, caches, count)
+    with reference_kernels():
+        _run(other, probe, [probe.share(b, 0, length) for b in range(count)])
+    assert caches.pool is not None
+    rows_TLK = caches.pool.tensor_SLK[probe.page_size :].cpu().numpy()
+    return rows_TLK.reshape(count, length, *rows_TLK.shape[1:])
+
+
+def _compare(mode: str, rows_TLK: Array, expected_TLK: Array, layer_ids: tuple[int, ...], needed: float) -> None:
+    fill = fill_value(rows_TLK.dtype)
+    for column, layer in enumerate(layer_ids):
+        rows_TK, expected_TK = rows_TLK[:, column], expected_TLK[:, column]
+        unwritten = int((rows_TK == fill).all(-1).sum())
+        if unwritten or (expected_TK == fill).all(-1).any():
+            raise SelfTestError(f"{mode}: layer {layer} did not record {unwritten or 'any'} of {len(rows_TK)} tokens")
+        same = (rows_TK[:, :, None] == expected_TK[:, None, :]).any(-1).mean()
+        if same < needed:
+            raise SelfTestError(
+                f"{mode}: layer {layer} recorded experts of which only {same:.0%} are the reference router's"
+            )
