@@ -26,22 +26,25 @@ class Attention(nn.Module):
         self.cos_sin_PD = cos_sin_PD
         width_q, width_k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         outputs = {"q": width_q, "k": width_k, "v": spec.num_kv_heads * spec.value_dim}
+        if spec.v_from_key:
+            del outputs["v"]
         self.qkv = Linear(hidden_size, outputs, bias=spec.qkv_bias, fused="qkv")
         self.o = Linear(spec.num_heads * spec.value_dim, {"o": hidden_size}, bias=spec.out_bias)
-        norm_widths = {"head": (spec.head_dim, spec.head_dim), "whole": (width_q, width_k), None: (0, 0)}[spec.qk_norm]
-        self.q_norm = parameter(norm_widths[0]) if spec.qk_norm else None
-        self.k_norm = parameter(norm_widths[1]) if spec.qk_norm else None
+        gates = {"channel": spec.num_heads * spec.value_dim, "head": spec.num_heads, None: 0}[spec.out_gate]
+        self.gate = Linear(hidden_size, {"gate": gates}) if spec.out_gate else None
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            widths = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (width_q, width_k)
+            make = parameter if spec.qk_norm_weight else torch.ones
+            self.q_norm, self.k_norm = make(widths[0]), make(widths[1])
         self.sinks = parameter(spec.num_heads) if spec.sinks else None
         self.scale = spec.scale if spec.scale is not None else spec.head_dim**-0.5
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
         spec = self.spec
         k_SHD, v_SHE = batch.kv[self.cache]
-        qkv_TX = self.qkv(x_TD)
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if spec.clip_qkv is not None:
-            qkv_TX = self._clip(qkv_TX)
-            q_norm = k_norm = None
+        qkv_TX = self._project(x_TD)
+        q_norm, k_norm = (None, None) if spec.clip_qkv is not None else (self.q_norm, self.k_norm)
         q_TND = qk_rope_store(
             qkv_TX,
             self.cos_sin_PD,
@@ -62,6 +65,10 @@ class Attention(nn.Module):
             rope_dim=spec.rope.dim if spec.rope else 0,
             interleaved=bool(spec.rope and spec.rope.interleaved),
         )
+        if spec.q_temperature is not None:
+            growth, step = spec.q_temperature
+            factor_T = 1 + growth * torch.log1p(torch.floor((batch.positions_T + 1) / step))
+            q_TND = (q_TND * factor_T[:, None, None]).to(q_TND.dtype)
         out_TNE = paged_attention(
             q_TND,
             k_SHD,
@@ -76,8 +83,27 @@ class Attention(nn.Module):
             window=spec.window,
             sinks_N=self.sinks,
             softcap=spec.softcap,
+            chunk=spec.chunk,
         )
+        if spec.v_scale != 1.0:  # attention is linear in the values
+            out_TNE = out_TNE * spec.v_scale
+        if self.gate is not None:
+            out_TNE = out_TNE * torch.sigmoid(self.gate(x_TD)).view(len(x_TD), spec.num_heads, -1)
         return self.o(out_TNE.flatten(1))
+
+    def _project(self, x_TD: Tensor) -> Tensor:
+        """q, k and v side by side, with what happens to them before the rotation (norms of q and k per head apart)."""
+        spec = self.spec
+        qkv_TX = self.qkv(x_TD)
+        if spec.clip_qkv is not None:
+            qkv_TX = self._clip(qkv_TX)
+        width_v = spec.num_kv_heads * spec.value_dim
+        if spec.v_from_key:
+            qkv_TX = torch.cat([qkv_TX, qkv_TX[:, -width_v:]], -1)
+        if spec.v_norm:
+            v_THE = qkv_TX[:, -width_v:].unflatten(-1, (spec.num_kv_heads, spec.value_dim))
+            v_THE.copy_(nn.functional.rms_norm(v_THE.float(), v_THE.shape[-1:], eps=spec.norm.eps))
+        return qkv_TX
 
     def _clip(self, qkv_TX: Tensor) -> Tensor:
         """Clamp q, k and v; whole-width norms, which come before, are done here too (OLMoE, DBRX)."""
@@ -91,6 +117,8 @@ class Attention(nn.Module):
     def parts(self) -> Iterator[Part]:
         yield from self.qkv.parts()
         yield from self.o.parts()
+        if self.gate is not None:
+            yield from self.gate.parts()
         for name, owner in (("q_norm.weight", self.q_norm), ("k_norm.weight", self.k_norm), ("sinks", self.sinks)):
-            if owner is not None:
+            if isinstance(owner, nn.Parameter):
                 yield name, owner.data, owner

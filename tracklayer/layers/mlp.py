@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from tracklayer.kernels.activation import act_mul
+from tracklayer.kernels.experts import ExpertSpec, activate
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.linear import Linear
 from tracklayer.layers.parts import Part
@@ -21,10 +22,19 @@ class MLP(nn.Module):
         self.spec = spec
         inner = {"gate": spec.width, "up": spec.width} if spec.gated else {"up": spec.width}
         self.gate_up = Linear(hidden_size, inner, bias=spec.bias, fused="gate_up")
+        self.clamped = ExpertSpec(
+            activation=spec.activation,
+            gated=spec.gated,
+            clamp_before=spec.clamp_before,
+            clamp_after=spec.clamp_after,
+        )
         self.down = Linear(spec.width, {"down": hidden_size}, bias=spec.bias)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        return self.down(act_mul(self.gate_up(x_TD), self.spec.activation, gated=self.spec.gated))
+        inner_TF = self.gate_up(x_TD)
+        if self.spec.clamp_before is not None or self.spec.clamp_after is not None:
+            return self.down(activate(inner_TF, self.clamped))
+        return self.down(act_mul(inner_TF, self.spec.activation, gated=self.spec.gated))
 
     def parts(self) -> Iterator[Part]:
         yield from self.gate_up.parts()

@@ -10,13 +10,16 @@ from torch import Tensor, nn
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.experts import Experts
 from tracklayer.layers.mlp import MLP
+from tracklayer.layers.norm import Norm
 from tracklayer.layers.parts import Part, parameter, prefixed
 from tracklayer.layers.router import HashTopK, TopK
 from tracklayer.layers.spec import MoESpec
 
+INNER_NORMS = ("router_norm", "experts_norm", "experts_post_norm", "shared_norm", "shared_post_norm")
+
 
 class MoE(nn.Module):
-    """shared(x) + sum over the chosen experts of weight * expert(x)."""
+    """shared(x) + sum over the chosen experts of weight * expert(x); norms inside only with spec.inner_norm."""
 
     def __init__(self, spec: MoESpec, hidden_size: int, *, layer_id: int) -> None:
         super().__init__()
@@ -29,14 +32,30 @@ class MoE(nn.Module):
         self.shared = MLP(spec.shared, hidden_size) if spec.shared else None
         self.shared_gate_1D = parameter(1, hidden_size) if spec.shared_gate else None
 
+        self.output_scale = spec.output_scale
+        named = INNER_NORMS if spec.inner_norm else ()
+        self.norms = nn.ModuleDict({name: Norm(spec.inner_norm, hidden_size) for name in named if spec.inner_norm})
+
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        routing = self.router(x_TD, self.gate_ED, self.gate_bias_E, batch)
-        shared_TD = None
-        if self.shared is not None:
-            shared_TD = self.shared(x_TD, batch)
-            if self.shared_gate_1D is not None:
-                shared_TD = shared_TD * torch.sigmoid(nn.functional.linear(x_TD, self.shared_gate_1D))
-        return self.experts(x_TD, routing, shared_TD)
+        routing = self.router(self._norm("router_norm", x_TD), self.gate_ED, self.gate_bias_E, batch)
+        shared_TD = self._shared(x_TD, batch)
+        if self.norms:
+            experts_TD = self._norm("experts_post_norm", self.experts(self._norm("experts_norm", x_TD), routing))
+            y_TD = experts_TD if shared_TD is None else experts_TD + shared_TD
+        else:
+            y_TD = self.experts(x_TD, routing, shared_TD)
+        return y_TD if self.output_scale == 1.0 else y_TD * self.output_scale
+
+    def _shared(self, x_TD: Tensor, batch: Batch) -> Tensor | None:
+        if self.shared is None:
+            return None
+        shared_TD = self._norm("shared_post_norm", self.shared(self._norm("shared_norm", x_TD), batch))
+        if self.shared_gate_1D is not None:
+            shared_TD = shared_TD * torch.sigmoid(nn.functional.linear(x_TD, self.shared_gate_1D))
+        return shared_TD
+
+    def _norm(self, name: str, x_TD: Tensor) -> Tensor:
+        return self.norms[name](x_TD) if name in self.norms else x_TD
 
     def parts(self) -> Iterator[Part]:
         yield "router.weight", self.gate_ED.data, self.gate_ED
@@ -48,3 +67,5 @@ class MoE(nn.Module):
             yield from prefixed("shared", self.shared.parts())
         if self.shared_gate_1D is not None:
             yield "shared_gate.weight", self.shared_gate_1D.data, self.shared_gate_1D
+        for name, norm in self.norms.items():
+            yield from prefixed(name, norm.parts())

@@ -33,7 +33,20 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention of one layer. qk_norm: per head, over the whole projection, or none."""
+    """Grouped-query attention of one layer.
+
+    qk_norm         per head, over the whole projection, or none; without learned weights if not qk_norm_weight
+    rope            None: no positions (NoPE)
+    scale           factor on q . k; None: head_dim ** -0.5
+    window, chunk   position p sees the last `window` positions / only those of its own chunk
+    sinks           a learned logit per head in the softmax's denominator
+    softcap         scores become softcap * tanh(scores / softcap)
+    q_temperature   (a, n): q of position p times 1 + a * log(1 + floor((p + 1) / n)) (Llama 4)
+    v_norm          weightless RMS norm of each value head;  v_from_key: values are the keys before their norm (Gemma 4)
+    v_scale         factor on the values (MiMo)
+    out_gate        output times sigmoid of a projection of the input, one per channel or one per head
+    clip_qkv        bound of q, k and v after the projection
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -50,6 +63,13 @@ class AttentionSpec:
     sinks: bool = False
     softcap: float | None = None
     clip_qkv: float | None = None
+    chunk: int | None = None
+    qk_norm_weight: bool = True
+    q_temperature: tuple[float, int] | None = None
+    v_norm: bool = False
+    v_from_key: bool = False
+    v_scale: float = 1.0
+    out_gate: Literal["channel", "head"] | None = None
 
     @property
     def value_dim(self) -> int:
@@ -58,12 +78,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
-    """A dense MLP: down(act(gate) * up), or down(act(up)) when not gated."""
+    """A dense MLP: down(act(gate) * up), or down(act(up)) when not gated. Clamps as in MoESpec."""
 
     width: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    clamp_before: float | None = None
+    clamp_after: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +93,8 @@ class MoESpec:
     """Routed experts and, beside them, an optional shared MLP (`shared_gate`: times sigmoid of one learned logit).
 
     clamp_before / clamp_after: limit of gate and up before the activation / of its result and up (see ExpertSpec).
+    output_scale: factor on the sum of routed and shared (Cohere's average). inner_norm: router, experts and shared MLP
+    each norm the block's raw input by weights of their own, experts and shared MLP their outputs too (Gemma 4).
     """
 
     router: RouterSpec
@@ -82,3 +106,5 @@ class MoESpec:
     clamp_after: float | None = None
     shared: MLPSpec | None = None
     shared_gate: bool = False
+    output_scale: float = 1.0
+    inner_norm: NormSpec | None = None

@@ -44,12 +44,24 @@ class Block(nn.Module):
         super().__init__()
         self.name = sub.name
         self.residual_scale = sub.residual_scale
+        self.parallel = sub.parallel
+        self.stream_scale_1 = parameter(1) if sub.stream_scale else None
         self.pre_norm = Norm(sub.pre_norm, hidden_size) if sub.pre_norm else nn.Identity()
         self.post_norm = Norm(sub.post_norm, hidden_size) if sub.post_norm else nn.Identity()
         self.body = body
 
+    def enter(self, delta_TD: Tensor | None, residual_TD: Tensor, scale: float) -> Tensor:
+        """Add what the sublayer before gave to the residual stream, in place; returns what the body reads."""
+        if delta_TD is None:
+            return self.pre_norm(residual_TD)
+        if isinstance(self.pre_norm, Norm):
+            return self.pre_norm.add(delta_TD, residual_TD, scale)
+        return residual_TD.add_(delta_TD, alpha=scale)
+
     def parts(self) -> Iterator[Part]:
         yield from self.body.parts()
+        if self.stream_scale_1 is not None:
+            yield "stream_scale", self.stream_scale_1.data, self.stream_scale_1
         for name, norm in (("norm", self.pre_norm), ("post_norm", self.post_norm)):
             if isinstance(norm, Norm):
                 yield from prefixed(name, norm.parts())
@@ -102,13 +114,18 @@ class Decoder(nn.Module):
         residual_TD = nn.functional.embedding(batch.token_ids_T, self.embed_VD)
         if self.spec.embed_scale != 1.0:
             residual_TD = residual_TD * self.spec.embed_scale
-        delta_TD, scale = None, 1.0
+        x_TD, delta_TD, scale = residual_TD, None, 1.0
         for blocks in self.layers:
             for block in blocks:
-                norm = block.pre_norm
-                x_TD = norm(residual_TD) if delta_TD is None else norm.add(delta_TD, residual_TD, scale)
+                if block.parallel:
+                    delta_TD = delta_TD + block.post_norm(block.body(x_TD, batch))
+                    continue
+                x_TD = block.enter(delta_TD, residual_TD, scale)
                 delta_TD, scale = block.post_norm(block.body(x_TD, batch)), block.residual_scale
-        return self.norm.add(delta_TD, residual_TD, scale)
+                if block.stream_scale_1 is not None:
+                    residual_TD.add_(delta_TD, alpha=scale).mul_(block.stream_scale_1)
+                    delta_TD = None
+        return self.norm(residual_TD) if delta_TD is None else self.norm.add(delta_TD, residual_TD, scale)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits [N, V] in the model's dtype."""

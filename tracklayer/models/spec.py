@@ -16,18 +16,27 @@ from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec, NormSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Sublayer:
-    """x + residual_scale * post_norm(body(pre_norm(x))). `name` is its key among the layer's tensors."""
+    """x + residual_scale * post_norm(body(pre_norm(x))). `name` is its key among the layer's tensors.
+
+    parallel: reads the normed input of the sublayer before it and adds to the same sum (Cohere); has no pre_norm.
+    stream_scale: a learned factor on the residual stream after the sum (Gemma 4's layer_scalar).
+    """
 
     name: str
     body: AttentionSpec | MLPSpec | MoESpec
     pre_norm: NormSpec | None = NormSpec()
     post_norm: NormSpec | None = None
     residual_scale: float = 1.0
+    parallel: bool = False
+    stream_scale: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A whole decoder. layers[i] is the i-th decoder layer's sublayers, in order."""
+    """A whole decoder. layers[i] is the i-th decoder layer's sublayers, in order.
+
+    normed_head: each column of the head is divided by its length over the vocabulary at load (Bailing's norm_head).
+    """
 
     vocab_size: int
     hidden_size: int
@@ -39,6 +48,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False
+    normed_head: bool = False
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -67,7 +77,7 @@ class Family:
 
     names     checkpoint name template -> our part name, with {i} for the layer, {j} for the expert
               (our names: embed, head, norm, layers.{i}.<sublayer>.<part>; see docs/add_a_family.md)
-    transforms our part name template -> function applied to the checkpoint tensor before it is copied
+    transforms our part name template -> function of (checkpoint tensor, shape of the part) that gives what is copied
     ignored   regular expressions of checkpoint tensors that are skipped on purpose (other towers, MTP layers)
     claims    whether a config with our architecture name is ours (two families may share one name)
     note      what `tracklayer models` says of it: choices made where references disagree
@@ -78,7 +88,7 @@ class Family:
     architectures: tuple[str, ...]
     spec: Callable[[dict[str, Any]], ModelSpec]
     names: dict[str, str]
-    transforms: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+    transforms: dict[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     mtp_past_end: bool = False
     claims: Callable[[dict[str, Any]], bool] = lambda config: True

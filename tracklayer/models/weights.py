@@ -81,6 +81,8 @@ class Loader:
         self.dry = dry
         self.names = NameTable(family.names)
         self.transforms = [(_pattern(ours), function) for ours, function in family.transforms.items()]
+        if model.spec.normed_head:
+            self.transforms.append((_pattern("head.weight"), lambda head_VD, _: head_VD / (head_VD.norm(dim=0) + 1e-7)))
         ignored = (*ALWAYS_IGNORED, *family.ignored)
         if model.spec.tie_embeddings:
             ignored = (*ignored, *(re.escape(t) for t, ours in family.names.items() if ours == "head.weight"))
@@ -101,10 +103,10 @@ class Loader:
                 if self.ignored.fullmatch(theirs) or self._past_end(theirs):
                     continue
                 raise CheckpointError(f"surplus tensor {theirs!r}: the {self.family.name} model has no place for it")
+            view = self.parts[ours][0]
             for pattern, function in self.transforms:
                 if pattern.fullmatch(ours):
-                    tensor = function(tensor)
-            view = self.parts[ours][0]
+                    tensor = function(tensor, view.shape)
             if tensor.shape != view.shape:
                 raise CheckpointError(
                     f"tensor {theirs!r} has shape {list(tensor.shape)}, the model needs {list(view.shape)}"
