@@ -1,6 +1,6 @@
 """Paged attention at the shapes of Qwen3-30B-A3B (32 query heads, 4 key heads, width 128), bf16.
 
-    python -m benchmarks.kernels.bench_attention [--sweep] [--smoke] [--out FILE]
+    python -m benchmarks.kernels.bench_attention [--only decode|prefill] [--sweep] [--smoke] [--out FILE]
 
 Decode against the bytes of the cache that it must read, prefill against the matrix rate and torch's own attention over
 the same whole prompts. --sweep tries schedules; --smoke runs tiny shapes (on a CPU: the torch references).
@@ -56,11 +56,9 @@ DECODES = {
 }
 
 
-def decode(sweep: bool, only: list[str] | None = None) -> list[dict]:
+def decode(sweep: bool) -> list[dict]:
     results = []
     for name, (lens, shared, siblings) in DECODES.items():
-        if only and name not in only:
-            continue
         cached = sum(lens) - (len(lens) - len(lens) // siblings) * shared
         num_bytes = cached * H * D * 4.0
         inputs = [paged(lens, [1] * len(lens), shared, siblings) for _ in range(copies_for(num_bytes, at_most=8))]
@@ -153,10 +151,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--only", choices=("decode", "prefill"))
     parser.add_argument("--out")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    rows = smoke() if arguments.smoke else decode(arguments.sweep) + prefill(arguments.sweep)
+    rows = smoke() if arguments.smoke else []
+    if not arguments.smoke and arguments.only != "prefill":
+        rows += decode(arguments.sweep)
+    if not arguments.smoke and arguments.only != "decode":
+        rows += prefill(arguments.sweep)
     report("attention", rows, arguments.out)
 
 

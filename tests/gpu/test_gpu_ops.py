@@ -1,0 +1,90 @@
+"""Every kernel beside the experts on a GPU, at the sizes that it serves, with fresh random inputs."""
+
+from __future__ import annotations
+
+import kernel_checks as checks
+import pytest
+import torch
+from attention_cases import DECODE, MIXED, Case, build, error, exact
+
+from tracklayer.kernels.attention import paged_attention, paged_attention_ref
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("case", DECODE + MIXED, ids=str)
+@pytest.mark.parametrize("dtype,bound", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
+def test_attention_small(case, dtype, bound):
+    tensors, keywords = build(case, dtype, "cuda")
+    assert error(paged_attention(*tensors, **keywords), exact(*tensors, **keywords)) < bound
+
+
+LARGE = [
+    Case([1] * 7, [1, 640, 400, 4097, 1280, 33, 64], 32, 4, 128, 128),
+    Case([1] * 40, [400 + 7 * i for i in range(40)], 32, 4, 128, 128),
+    Case([1] * 3, [900, 300, 1], 64, 8, 64, 64, options={"window": 128, "sinks_N": True}),
+    Case([1] * 3, [900, 300, 70], 16, 1, 576, 512),
+    Case([1] * 3, [900, 300, 70], 128, 1, 576, 512),
+    Case([1] * 3, [900, 300, 70], 16, 16, 192, 128),
+    Case([700, 1, 333], [700, 512, 1333], 32, 4, 128, 128),
+    Case([700, 1, 333], [700, 512, 1333], 64, 8, 64, 64, options={"window": 128, "sinks_N": True}),
+    Case([200, 1, 133], [200, 512, 633], 16, 16, 192, 128),
+    Case([200, 1, 133], [200, 512, 633], 16, 1, 576, 512),
+    Case([200, 1, 133], [200, 512, 633], 40, 8, 256, 256, options={"softcap": 30.0}),
+]
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_attention_large(case):
+    tensors, keywords = build(case, torch.bfloat16, "cuda", seed=int(torch.randint(1 << 30, (1,))))
+    keywords["scale"] = case.width**-0.5
+    want = paged_attention_ref(*(x.float() for x in tensors), **keywords)
+    assert error(paged_attention(*tensors, **keywords), want.double().cpu().numpy()) < 1e-2
+
+
+def test_decode_in_a_graph_follows_lens():
+    """Captured at one length, replayed at others: the grid does not depend on lens."""
+    case = Case([1] * 5, [600, 20, 300, 1, 77], 32, 4, 128, 128)
+    tensors, keywords = build(case, torch.bfloat16, "cuda")
+    keywords["max_len"] = 4096
+    paged_attention(*tensors, **keywords)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(*tensors, **keywords)
+    for lens in ([600, 20, 300, 1, 77], [5, 1, 299, 0, 64], [128, 19, 64, 1, 65]):
+        keywords["lens_B"].copy_(torch.tensor(lens))
+        out.fill_(torch.nan)
+        graph.replay()
+        want = paged_attention_ref(*(x.float() for x in tensors), **keywords)
+        assert error(out, want.double().cpu().numpy()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens,width", [(1, 2048), (257, 2048), (13, 2880), (3, 7168)])
+def test_norms_and_activations(dtype, tokens, width):
+    checks.check_norms("cuda", dtype, tokens, width)
+    checks.check_activations("cuda", dtype, tokens, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", checks.ROPES, ids=str)
+def test_rope(dtype, case):
+    for tokens in (1, 7, 300):
+        checks.check_rope("cuda", dtype, tokens, case)
+
+
+@pytest.mark.parametrize("layers,chosen,dtype,fill", [(48, 8, torch.uint8, 255), (61, 6, torch.int16, -1)])
+def test_rows(layers, chosen, dtype, fill):
+    checks.check_rows("cuda", layers, chosen, dtype, fill)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sample_and_logprobs(dtype):
+    checks.check_sample("cuda", 151_936, dtype)
+    checks.check_logprobs("cuda", 151_936, dtype)
+
+
+@pytest.mark.parametrize("tokens,width,outputs", [(1, 2048, 5120), (1, 4096, 2048), (3, 2880, 640), (8, 2048, 517)])
+def test_linear(tokens, width, outputs):
+    checks.check_linear("cuda", torch.bfloat16, tokens, width, outputs)
