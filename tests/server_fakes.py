@@ -219,8 +219,8 @@ class FakeEngine:
             output.output_logprobs = self._logprobs(request, new, prompt + first)
             if live.reported == 0 and request.logprob_start_len >= 0 and (new or finish):
                 start = request.logprob_start_len
-                output.input_logprobs = self._logprobs(request, request.input_ids[start:], start)
-                output.input_logprobs.logprobs[:1] = np.nan
+                if start + 1 < prompt:
+                    output.input_logprobs = self._logprobs(request, request.input_ids[start + 1 :], start + 1)
         live.reported = len(live.output)
         if finish is not None:
             del self.live[request.rid]
@@ -275,7 +275,7 @@ class FakeEngine:
     def _control(self, future: Future[Any], name: str, arguments: dict[str, Any]) -> None:
         operation = getattr(self, f"_do_{name}", None)
         if operation is None:
-            future.set_exception(UserError(f"unknown control operation {name!r}"))
+            future.set_exception(UserError(f"there is no control operation {name!r}"))
             return
         try:
             future.set_result(operation(**arguments))

@@ -8,7 +8,7 @@ and holds no backlog.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -222,7 +222,7 @@ class TextFrontend:
                         ended(sample)
         return running.samples
 
-    async def stream(self, call: GenerateCall) -> AsyncIterator[Sample]:
+    async def stream(self, call: GenerateCall) -> AsyncGenerator[Sample, None]:
         """Yield samples as they grow (cumulative; each ended one exactly once). Failed ones end with type abort."""
         running = await self._start(call)
         reported: set[int] = set()

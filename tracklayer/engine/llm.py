@@ -242,10 +242,9 @@ class Engine:
         self._thread.run(self._control.resume())
 
     def update_weights_from_disk(self, model_path: str, load_format: str | None = None, **options: Any) -> Outcome:
-        """(success, message). Keywords: flush_cache, abort_all_requests, weight_version. `load_format`: safetensors."""
-        if load_format not in (None, "auto", "safetensors"):
-            return False, f"load_format {load_format!r} is not available; weights are read from safetensors"
-        return self._thread.run(self._control.update_weights_from_disk(model_path, **options))
+        """(success, message). Keywords: flush_cache, abort_all_requests, weight_version."""
+        work = self._control.update_weights_from_disk(model_path, load_format=load_format, **options)
+        return self._thread.run(work)
 
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> Outcome:
         work = self._control.update_weight_version(new_version, abort_all_requests=abort_all_requests)

@@ -77,11 +77,14 @@ class ControlPlane:
         self,
         model_path: str,
         *,
+        load_format: str | None = None,
         flush_cache: bool = True,
         abort_all_requests: bool = False,
         weight_version: str | None = None,
     ) -> Outcome:
         """Load other weights of the same architecture. Not paused: waits until what runs has ended."""
+        if load_format not in (None, "auto", "safetensors"):
+            return False, f"load_format {load_format!r} is not available: weights are read from safetensors files"
         async with self._updating:
             try:
                 self._check_path(model_path)

@@ -1,0 +1,28 @@
+"""The application: wires endpoints, gate and error shapes together. No logic here."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from tracklayer.errors import TracklayerError
+from tracklayer.server import control, inference, info, native, openai_chat, openai_completions
+from tracklayer.server.config import ServerConfig
+from tracklayer.server.errors import on_fault, on_http_error, on_tracklayer_error
+from tracklayer.server.gate import Gate
+from tracklayer.server.service import Service
+
+ROUTERS = (native, openai_completions, openai_chat, inference, control, info)
+
+
+def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
+    """The ASGI application. Until `app.state.service` is set it answers 503."""
+    app = FastAPI(title="Tracklayer", version=info.VERSION, docs_url="/docs", redoc_url=None)
+    app.state.service = service
+    for module in ROUTERS:
+        app.include_router(module.router)
+    app.add_exception_handler(TracklayerError, on_tracklayer_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_fault)
+    app.add_middleware(Gate, config=config, control_paths=control.CONTROL_PATHS)
+    return app

@@ -1,0 +1,80 @@
+"""What shapes the HTTP server: one frozen dataclass, validated at birth, whose fields are flags."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tracklayer.config import flag
+from tracklayer.errors import UserError
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Names are SGLang's where it has one."""
+
+    host: str = flag("127.0.0.1", "address to listen on; the default serves this machine alone")
+    port: int = flag(30000, "TCP port; 0 takes a free one")
+    served_model_name: str | None = flag(None, "name in /v1/models and replies; default: the model path")
+    api_key: str | None = flag(None, "bearer key that every request must carry (except /health, /ready, /metrics)")
+    admin_api_key: str | None = flag(None, "bearer key for control endpoints; default: the API key")
+    chat_template: str | None = flag(None, "chat template file (or text) in place of the tokenizer's")
+    trust_remote_code: bool = flag(False, "let the checkpoint's own Python code build its tokenizer")
+    sampling_defaults: str = flag(
+        "model", "chat: the checkpoint's generation_config.json, or OpenAI's", choices=("model", "openai")
+    )
+    preferred_sampling_params: str = flag("{}", "JSON object laid under every /generate request's sampling_params")
+    allow_auto_truncate: bool = flag(False, "cut prompts and lengths that do not fit instead of refusing them")
+    stream_interval: int = flag(1, "tokens per streamed chunk")
+    incremental_streaming_output: bool = flag(False, "/generate streams send what is new instead of everything so far")
+    stream_response_default_include_usage: bool = flag(False, "OpenAI streams end with usage unless told otherwise")
+    enable_cache_report: bool = flag(False, "OpenAI usage says how many prompt tokens came from the cache")
+    enable_metrics: bool = flag(False, "serve Prometheus metrics at /metrics")
+    log_level: str = flag("info", "level of the log", choices=LOG_LEVELS)
+    log_level_http: str | None = flag(None, "level of the access log; default: warning", choices=(None, *LOG_LEVELS))
+    log_requests: bool = flag(False, "log each request when it comes and when it ends")
+    log_requests_level: int = flag(2, "0: sizes and times; 1: sampling parameters too; 2: prompt and output too")
+    weight_paths: str = flag("any", "checkpoints that may be loaded over HTTP: any, none, or inside this directory")
+    max_body_bytes: int = flag(256 * MIB, "largest request body in bytes; beyond it 413")
+    max_batch_prompts: int = flag(4096, "prompts in one request at most")
+    max_samples: int = flag(512, "n of one request at most")
+    max_stop_characters: int = flag(4096, "characters of a request's stop strings together at most")
+    drain_timeout_s: float = flag(30.0, "seconds that running requests get to end after a stop signal")
+    engine_process: bool = flag(False, "run the engine in a process of its own")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            choices = f.metadata.get("choices")
+            if choices and getattr(self, f.name) not in choices:
+                allowed = ", ".join(str(c) for c in choices if c is not None)
+                raise UserError(f"{f.name} must be one of {allowed}; got {getattr(self, f.name)!r}")
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"port must be in 0..65535, got {self.port}")
+        for name in ("stream_interval", "max_body_bytes", "max_batch_prompts", "max_samples", "max_stop_characters"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be a positive integer, got {getattr(self, name)}")
+        if self.drain_timeout_s < 0:
+            raise UserError(f"drain_timeout_s must be 0 or more seconds, got {self.drain_timeout_s}")
+        if self.weight_paths not in ("any", "none") and not Path(self.weight_paths).is_dir():
+            raise UserError(f"weight_paths must be any, none or a directory, got {self.weight_paths!r}")
+        self.preferred()
+
+    def preferred(self) -> dict[str, Any]:
+        """preferred_sampling_params as a dict."""
+        try:
+            value = json.loads(self.preferred_sampling_params)
+        except json.JSONDecodeError as error:
+            raise UserError(f"preferred_sampling_params is not valid JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise UserError(f"preferred_sampling_params must be a JSON object, got {self.preferred_sampling_params!r}")
+        return value
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Names of fields that must never be shown."""
+        return ("api_key", "admin_api_key")

@@ -1,0 +1,175 @@
+"""Control endpoints: cache, abort, pause, memory, weights, profiling. SGLang's names, bodies and replies."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Coroutine
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response
+
+from tracklayer.engine.operations import Outcome
+from tracklayer.errors import UserError
+from tracklayer.server import protocol
+from tracklayer.server.docs import body_of
+from tracklayer.server.errors import ApiError
+from tracklayer.server.io import B, answer, read_body
+from tracklayer.server.service import service_of
+
+router = APIRouter(tags=["control"])
+BOTH = ["GET", "POST"]
+
+# Known to clients, not built: named here so that they get an answer that says so.
+NOT_BUILT = (
+    "/update_weights_from_tensor",
+    "/init_weights_update_group",
+    "/update_weights_from_distributed",
+    "/destroy_weights_update_group",
+    "/update_weights_from_ipc",
+    "/weights_checker",
+    "/start_profile",
+    "/stop_profile",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
+    "/open_session",
+    "/close_session",
+)
+
+
+async def _body(request: Request, kind: type[B]) -> B:
+    return await read_body(request, kind, limit_bytes=service_of(request).config.max_body_bytes, optional=True)
+
+
+def _outcome(outcome: Outcome, **more: Any) -> Response:
+    """{success, message, ...}; failure goes out as 400 with the same JSON."""
+    success, message = outcome
+    response = answer({"success": success, "message": message, **more})
+    response.status_code = 200 if success else 400
+    return response
+
+
+@router.api_route("/flush_cache", methods=BOTH)
+async def flush_cache(request: Request, timeout: str = "0") -> Response:
+    """Empty the prefix cache, waiting up to `timeout` seconds for requests to end."""
+    try:
+        timeout_s = float(timeout)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 <= timeout_s <= 3600:
+        raise UserError(f"timeout must be a number of seconds in 0..3600, got {timeout!r}")
+    if await service_of(request).control.flush_cache(timeout_s):
+        return PlainTextResponse("Cache flushed.\n")
+    return PlainTextResponse("Cache not flushed: requests are running or waiting.\n", 400)
+
+
+@router.post("/abort_request", openapi_extra=body_of(protocol.AbortBody, required=False))
+async def abort_request(request: Request) -> Response:
+    """Abort every request whose id begins with `rid`, or all; an unknown id is fine."""
+    body = await _body(request, protocol.AbortBody)
+    service_of(request).frontend.abort(body.rid or "", everything=bool(body.abort_all))
+    return Response()
+
+
+@router.post("/pause_generation", openapi_extra=body_of(protocol.PauseBody, required=False))
+async def pause_generation(request: Request) -> Response:
+    """Stop stepping: abort, retract or in_place. New requests are accepted and wait."""
+    body = await _body(request, protocol.PauseBody)
+    await service_of(request).control.pause(body.mode or "abort")
+    return answer({"message": "Generation paused.", "status": "ok"})
+
+
+@router.post("/continue_generation", openapi_extra=body_of(protocol.EmptyBody, required=False))
+async def continue_generation(request: Request) -> Response:
+    await _body(request, protocol.EmptyBody)
+    await service_of(request).control.resume()
+    return answer({"message": "Generation continued.", "status": "ok"})
+
+
+@router.post("/update_weights_from_disk", openapi_extra=body_of(protocol.DiskUpdateBody))
+async def update_weights_from_disk(request: Request) -> Response:
+    """Load another checkpoint of the same architecture."""
+    body, control = await _body(request, protocol.DiskUpdateBody), service_of(request).control
+    outcome = await control.update_weights_from_disk(
+        body.model_path,
+        load_format=body.load_format,
+        flush_cache=body.flush_cache is not False,
+        abort_all_requests=bool(body.abort_all_requests),
+        weight_version=body.weight_version,
+    )
+    return _outcome(outcome, num_paused_requests=0)
+
+
+@router.api_route("/begin_weight_update", methods=["POST"])
+@router.api_route("/end_weight_update", methods=["POST"])
+@router.api_route("/post_process_weights", methods=["POST"])
+async def bracket(request: Request) -> Response:
+    """Brackets around updates that some clients send; updates here need none."""
+    await _body(request, protocol.EmptyBody)
+    return _outcome((True, "Nothing to do: weight updates need no bracket."))
+
+
+@router.post("/update_weight_version", openapi_extra=body_of(protocol.WeightVersionBody))
+async def update_weight_version(request: Request) -> Response:
+    body, control = await _body(request, protocol.WeightVersionBody), service_of(request).control
+    abort = body.abort_all_requests is not False
+    outcome = await control.update_weight_version(body.new_version, abort_all_requests=abort)
+    return _outcome(outcome, new_version=body.new_version)
+
+
+@router.api_route("/get_weights_by_name", methods=BOTH)
+async def get_weights_by_name(request: Request) -> Response:
+    """The first `truncate_size` rows of a weight, by its checkpoint name (in the body or the query)."""
+    query = request.query_params
+    if "name" in query:
+        size = query.get("truncate_size", "100")
+        if not size.isdecimal():
+            raise UserError(f"truncate_size must be a whole number, got {size!r}")
+        body = protocol.WeightNameBody(name=query["name"], truncate_size=int(size))
+    else:
+        body = await _body(request, protocol.WeightNameBody)
+    size_of = 100 if body.truncate_size is None else body.truncate_size
+    return answer(await service_of(request).control.get_weights_by_name(body.name, size_of))
+
+
+@router.api_route("/release_memory_occupation", methods=BOTH)
+async def release_memory(request: Request) -> Response:
+    body = await _body(request, protocol.MemoryBody)
+    await _memory(service_of(request).control.release_memory(body.tags or None))
+    return answer(None)
+
+
+@router.api_route("/resume_memory_occupation", methods=BOTH)
+async def resume_memory(request: Request) -> Response:
+    body = await _body(request, protocol.MemoryBody)
+    await _memory(service_of(request).control.resume_memory(body.tags or None))
+    return answer(None)
+
+
+async def _memory(operation: Coroutine[Any, Any, None]) -> None:
+    try:
+        await operation
+    except UserError as error:
+        # an engine without memory release says that it has no such operation
+        if "no control operation" not in str(error):
+            raise
+        raise ApiError(501, "memory release is not available in this version of Tracklayer") from error
+
+
+@router.api_route("/freeze_gc", methods=BOTH)
+async def freeze_gc() -> Response:
+    """Keep what lives now out of later garbage collections."""
+    gc.collect()
+    gc.freeze()
+    return PlainTextResponse("Garbage collection frozen.\n")
+
+
+async def not_built(request: Request) -> Response:
+    raise ApiError(501, f"{request.url.path} is not available in this version of Tracklayer")
+
+
+for _path in NOT_BUILT:
+    router.add_api_route(_path, not_built, methods=BOTH)
+
+CONTROL_PATHS = frozenset(route.path for route in router.routes)  # type: ignore[attr-defined]

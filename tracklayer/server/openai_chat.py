@@ -1,0 +1,162 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from tracklayer.engine.intake import GenerateCall
+from tracklayer.engine.reply import Shown, meta_info
+from tracklayer.engine.sample import Sample
+from tracklayer.errors import UserError
+from tracklayer.server import openai
+from tracklayer.server.docs import body_of
+from tracklayer.server.io import EventStream, Opened, answer, event, opened, read_body, unless_gone
+from tracklayer.server.protocol import ChatBody
+from tracklayer.server.service import Service, route_format, service_of
+
+router = APIRouter()
+OBJECT, CHUNK = "chat.completion", "chat.completion.chunk"
+NOT_STREAMED = ("return_meta_info", "return_token_ids", "return_prompt_token_ids")
+
+
+def to_call(body: ChatBody, request: Request, service: Service) -> GenerateCall:
+    """The call of a chat body: its messages through the template, or its input_ids as they are."""
+    route_format(body.routed_experts_format)
+    if body.stream:
+        for name in NOT_STREAMED:
+            if getattr(body, name):
+                raise UserError(f"{name} can not be combined with stream: true")
+    if body.tool_choice == "required" or isinstance(body.tool_choice, dict):
+        raise UserError("tool_choice must be auto or none: forcing a call needs structured output, not available here")
+    params = {**service.chat_defaults, **openai.sampling_of(body)}
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if limit is not None and limit < 1:
+        raise UserError(f"max_completion_tokens must be at least 1, got {limit}")
+    params["max_new_tokens"] = limit
+    fields = openai.call_fields(body, request)
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
+        raise UserError(f"top_logprobs must be in 0..20, got {body.top_logprobs}")
+    if body.logprobs:
+        fields |= {"return_logprob": True, "return_text_in_logprobs": True}
+        fields["top_logprobs_num"] = body.top_logprobs or 0
+    ids = body.input_ids if body.input_ids is not None else _render(body, service)
+    return GenerateCall(input_ids=ids, sampling_params=params, **fields)
+
+
+def _render(body: ChatBody, service: Service) -> list[int]:
+    arguments = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", body.reasoning_effort)
+    return service.tokenizer().chat_ids(
+        body.messages,
+        tools=body.tools if body.tool_choice != "none" else None,
+        continue_final_message=bool(body.continue_final_message),
+        template_arguments=arguments,
+    )
+
+
+@router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), tags=["openai"])
+async def chat(request: Request) -> Response:
+    """Answer a conversation."""
+    service = service_of(request)
+    openai.require_json(request)
+    body = await read_body(request, ChatBody, limit_bytes=service.config.max_body_bytes)
+    call = to_call(body, request, service)
+    if call.stream:
+        source = await opened(request, service.frontend.stream(call))
+        return EventStream(_events(service, body, source), source, request.url.path)
+    samples = await unless_gone(request, service.frontend.generate(call))
+    first = samples[0]
+    out = openai.head(OBJECT, body.model, first.rid)
+    out["choices"] = [_choice(service, s, body) for s in samples]
+    out["usage"] = openai.usage(samples, first.request.sampling.n, service)
+    out["metadata"] = openai.metadata(first, service)
+    # with return_meta_info the routes are in each choice's meta_info instead
+    extra = None if body.return_meta_info else openai.sglext(first, body, service)
+    return answer(out | ({"sglext": extra} if extra else {}))
+
+
+def _choice(service: Service, sample: Sample, body: ChatBody) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": sample.index,
+        "message": {
+            "role": "assistant",
+            "content": sample.text or "",
+            "reasoning_content": None,
+            "tool_calls": None,
+        },
+        "logprobs": openai.chat_logprobs(sample.output_logprobs, sample.output_top) if body.logprobs else None,
+        "finish_reason": openai.finish_reason(sample),
+        "matched_stop": openai.matched_stop(sample),
+    }
+    if body.return_meta_info:
+        meta = meta_info(sample, service.frontend.weight_version)
+        if "routed_experts" in meta:
+            form = route_format(body.routed_experts_format)
+            meta["routed_experts"] = service.wire_routes(meta["routed_experts"], form)
+        choice["meta_info"] = meta
+    if body.return_token_ids:
+        choice["response_token_ids"] = sample.output_ids
+    if body.return_prompt_token_ids:
+        choice["prompt_token_ids"] = sample.request.input_ids
+    return choice
+
+
+def _delta(index: int, content: str | None = None, role: str | None = None) -> dict[str, Any]:
+    delta: dict[str, Any] = {} if content is None else {"content": content, "reasoning_content": None}
+    if role is not None:
+        delta["role"] = role
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
+
+
+async def _events(service: Service, body: ChatBody, source: Opened[Sample]) -> AsyncGenerator[bytes, None]:
+    """Role, content deltas and an end for each index; then routes and usage where asked."""
+    last_usage, every_usage = openai.wants_usage(body, service)
+    shown: dict[int, Shown] = {}
+    samples: dict[int, Sample] = {}
+    base: dict[str, Any] = {}
+    async for sample in source:
+        base = base or openai.head(CHUNK, body.model, sample.rid)
+        samples[sample.index] = sample
+        parts = list(_parts(sample, body, shown))
+        for part in parts:
+            chunk = {**base, "choices": [part]}
+            if every_usage:
+                chunk["usage"] = openai.usage([sample], 1, service)
+            yield event(chunk)
+    if not samples:
+        return
+    first = samples[0]
+    extra = openai.sglext(first, body, service)
+    if extra:
+        yield event({**base, "choices": [], "sglext": extra})
+    if last_usage:
+        in_order = [samples[i] for i in sorted(samples)]
+        total = openai.usage(in_order, first.request.sampling.n, service)
+        yield event({**base, "choices": [], "usage": total})
+
+
+def _parts(sample: Sample, body: ChatBody, shown: dict[int, Shown]) -> list[dict[str, Any]]:
+    """The choices to send for a sample's news."""
+    parts, index = [], sample.index
+    if index not in shown:
+        shown[index] = Shown()
+        parts.append(_delta(index, "", "assistant"))
+    text, count, seen = sample.text or "", len(sample.output_ids), shown[index]
+    if len(text) > seen.characters or (body.logprobs and count > seen.tokens):
+        part = _delta(index, text[seen.characters :])
+        if body.logprobs:
+            part["logprobs"] = openai.chat_logprobs(
+                sample.output_logprobs[seen.tokens :], sample.output_top[seen.tokens :]
+            )
+        seen.characters, seen.tokens = len(text), count
+        parts.append(part)
+    if sample.finish is not None:
+        end = _delta(index)
+        end["finish_reason"], end["matched_stop"] = openai.finish_reason(sample), openai.matched_stop(sample)
+        parts.append(end)
+    return parts
