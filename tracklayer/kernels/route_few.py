@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracklayer.kernels.jit import await_previous, counters, has_pdl
-from tracklayer.kernels.select import TL_DTYPE, choose_tile, rule_constants, store_arguments, write_tile
+from tracklayer.kernels.select import TL_DTYPE, choose_tile, rounded, rule_constants, store_arguments, write_tile
 from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing
 
 MAX_TOKENS = 16
@@ -43,8 +43,8 @@ def _route_few_kernel(
     z_T = tl.sum(acc, 1)
     # F.linear adds its bias in float32, before the one rounding.
     if gate_bias_ptr is not None:
-        z_T += tl.load(gate_bias_ptr + expert).to(LOGITS_DTYPE).to(tl.float32)
-    tl.store(logits_ptr + row_T * E + expert, z_T.to(LOGITS_DTYPE).to(tl.float32), mask=row_T < T)
+        z_T += rounded(tl.load(gate_bias_ptr + expert), LOGITS_DTYPE)
+    tl.store(logits_ptr + row_T * E + expert, rounded(z_T, LOGITS_DTYPE), mask=row_T < T)
 
     tl.debug_barrier()
     arrived = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")

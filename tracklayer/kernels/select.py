@@ -34,6 +34,12 @@ def best_id(key_BN):
 
 
 @triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 x, rounded to the nearest value of DTYPE."""
+    return x.to(tl.float32).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def score_tile(z_BN, valid_BN, SCORE: tl.constexpr, FLOAT64: tl.constexpr):
     """Scores of the valid columns, float32; formed in float64 when they decide the choice."""
     z = z_BN.to(tl.float64) if FLOAT64 else z_BN
@@ -122,7 +128,7 @@ def finish_tile(
         weights_BK = tl.where(total > 0, weights_BK / tl.maximum(total, 1e-38), 1.0 / K)
     if scale_ptr is not None:
         weights_BK *= tl.load(scale_ptr + ids_BK, mask=chosen_BK, other=0.0).to(tl.float32)
-    return (weights_BK * SCALE).to(OUT_DTYPE).to(tl.float32)
+    return rounded(weights_BK * SCALE, OUT_DTYPE)
 
 
 @triton.jit
@@ -144,7 +150,9 @@ def choose_tile(
     if SCORE == "sparsemixer":
         ids_BK, weights_BK = sparsemixer_tile(z_BN, col_N, valid_BN, E, KP, JITTER)
     else:
-        score_BN = z_BN if AFTER else score_tile(z_BN, valid_BN, SCORE, not ON_LOGITS).to(SCORE_DTYPE).to(tl.float32)
+        score_BN = z_BN
+        if not AFTER:
+            score_BN = rounded(score_tile(z_BN, valid_BN, SCORE, not ON_LOGITS), SCORE_DTYPE)
         choice_BN = raw_BN if ON_LOGITS else score_BN
         if bias_ptr is not None:
             choice_BN += tl.load(bias_ptr + col_N, mask=col_N < E, other=0.0).to(tl.float32)[None, :]
@@ -165,7 +173,7 @@ def choose_tile(
             weights_BK = tl.where((ks == k)[None, :], weight[:, None], weights_BK)
             key_BN = tl.where(here, SMALLEST, key_BN)
         if AFTER:
-            weights_BK = score_tile(weights_BK, (ks < K)[None, :], SCORE, False).to(SCORE_DTYPE).to(tl.float32)
+            weights_BK = rounded(score_tile(weights_BK, (ks < K)[None, :], SCORE, False), SCORE_DTYPE)
     chosen_BK = (ks < K)[None, :] & (ids_BK >= 0)
     weights_BK = finish_tile(
         weights_BK, ids_BK, chosen_BK, scale_ptr, K, RENORM, EPS, LEAST, POWER, SCALE, OUT_DTYPE
