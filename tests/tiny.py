@@ -18,6 +18,17 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 0,
     "pad_token_id": None,
+    "attn_implementation": "eager",
+}
+MOE: dict[str, Any] = {"intermediate_size": 40, "moe_intermediate_size": 16}
+GRANITE: dict[str, Any] = {
+    "intermediate_size": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
 }
 
 # name -> (config class, model class, what differs from COMMON)
@@ -76,6 +87,76 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "attention_bias": True,
             "head_dim": 16,
             "partial_rotary_factor": 0.5,
+        },
+    ),
+    "dots1": (
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {
+            **MOE,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "head_dim": 16,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {
+            "intermediate_size": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "rotary_dim": 8,
+        },
+    ),
+    "granite_moe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", GRANITE),
+    "granite_moe_shared": (
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {**GRANITE, "shared_intermediate_size": 24, "attention_bias": True},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **MOE,
+            "num_hidden_layers": 4,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "moe_layer_interval": 1,
+            "use_bias": True,
+        },
+    ),
+    "ernie4_5_moe_interval": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **MOE,
+            "num_hidden_layers": 4,
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_num_shared_experts": 0,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan_moe": (
+        "HunYuanMoEV1Config",
+        "HunYuanMoEV1ForCausalLM",
+        {
+            "intermediate_size": 24,
+            "num_experts": 8,
+            "moe_topk": [2, 3, 1],
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
         },
     ),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from tracklayer.errors import CheckpointError
 from tracklayer.kernels.topk import RouterSpec
-from tracklayer.layers.spec import AttentionSpec, MLPSpec, NormSpec, RopeSpec
+from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec, NormSpec, RopeSpec
 from tracklayer.models.spec import ModelSpec, Sublayer
 
 Config = dict[str, Any]
@@ -48,6 +48,22 @@ def moe_names(
     }
 
 
+DENSE = mlp_names("model.layers.{i}.mlp", "layers.{i}.ffn")
+SHARED = mlp_names("model.layers.{i}.mlp.shared_experts", "layers.{i}.ffn.shared")
+# The commonest layout: experts one by one below mlp.experts, shared experts as one MLP, dense layers below mlp.
+PER_EXPERT = {**OUTER, **ATTENTION, **moe_names("mlp", "gate.weight"), **DENSE, **SHARED}
+
+
+def below(names: dict[str, str], *prefixes: str) -> dict[str, str]:
+    """The table with every checkpoint name also under the prefixes of multimodal wrappers ("language_model.")."""
+    return names | {prefix + theirs: ours for prefix in prefixes for theirs, ours in names.items()}
+
+
+def text(c: Config) -> Config:
+    """The language model's keys of a config that wraps them in text_config; a plain config as it is."""
+    return {**c, **c["text_config"]} if isinstance(c.get("text_config"), dict) else c
+
+
 def need(c: Config, *keys: str) -> Any:
     """The value of a config key that has no default; of the first that is there, when it has several spellings.
 
@@ -57,6 +73,19 @@ def need(c: Config, *keys: str) -> Any:
         if c.get(key) is not None:
             return c[key]
     raise CheckpointError(f"config.json of a {c.get('model_type')} model must say {' or '.join(map(repr, keys))}")
+
+
+def per_layer(value: Any, i: int) -> Any:
+    """A config value that may be a list with one entry a layer."""
+    return value[i] if isinstance(value, (list, tuple)) else value
+
+
+def sliding_layers(c: Config, every: int) -> list[bool]:
+    """Which layers attend to a window: `layer_types`, else all but each `every`-th."""
+    count = need(c, "num_hidden_layers")
+    if c.get("layer_types"):
+        return [kind == "sliding_attention" for kind in c["layer_types"][:count]]
+    return [bool((i + 1) % every) for i in range(count)]
 
 
 def num_experts(c: Config) -> int:
@@ -77,6 +106,13 @@ def rope(c: Config, head_dim: int, *, interleaved: bool = False, theta: float = 
         interleaved=interleaved,
         scaling=None if plain else {"max_position_embeddings": c.get("max_position_embeddings"), **scaling},
     )
+
+
+def typed_rope(c: Config, kind: str, head_dim: int, **options: Any) -> RopeSpec:
+    """Rotary settings of one kind of layer, where `rope_parameters` has an entry for each kind."""
+    parameters = (c.get("rope_parameters") or {}).get(kind)
+    own = {"rope_parameters": parameters} if isinstance(parameters, dict) else {}
+    return rope({**c, **own}, head_dim, **options)
 
 
 def gqa(c: Config, **differences: Any) -> AttentionSpec:
@@ -117,6 +153,24 @@ def noaux_router(c: Config, **differences: Any) -> RouterSpec:
 
 def dense(c: Config, key: str = "intermediate_size") -> MLPSpec:
     return MLPSpec(width=need(c, key), activation=activation(c))
+
+
+def shared_mlp(c: Config, count: int | None, width: int) -> MLPSpec | None:
+    """`count` shared experts of `width` as the one MLP that they are; None when there are none."""
+    return MLPSpec(width=count * width, activation=activation(c)) if count else None
+
+
+def block(
+    attention: AttentionSpec, ffn: MLPSpec | MoESpec, pre_norm: NormSpec, post_norm: NormSpec | None = None, **both: Any
+) -> tuple[Sublayer, Sublayer]:
+    """The usual layer: attention, then MLP or MoE; `both` are further fields of the two sublayers."""
+    options = {"pre_norm": pre_norm, "post_norm": post_norm, **both}
+    return Sublayer(name="attn", body=attention, **options), Sublayer(name="ffn", body=ffn, **options)
+
+
+def dense_first(c: Config, attention: AttentionSpec, moe: MoESpec, first: int) -> ModelSpec:
+    """Layers before `first` have a dense MLP, the others the MoE."""
+    return model(c, lambda i: block(attention, moe if i >= first else dense(c), norm(c)))
 
 
 def activation(c: Config) -> Any:

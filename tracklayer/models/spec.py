@@ -82,6 +82,8 @@ class Family:
     claims    whether a config with our architecture name is ours (two families may share one name)
     note      what `tracklayer models` says of it: choices made where references disagree
     mtp_past_end  layers numbered past the last are MTP layers, and are skipped too
+    layers_rule   which layers are MoE layers, in the config's own words
+    oracle        what the family is compared with in tests
     """
 
     name: str
@@ -93,3 +95,5 @@ class Family:
     mtp_past_end: bool = False
     claims: Callable[[dict[str, Any]], bool] = lambda config: True
     note: str = ""
+    layers_rule: str = "all"
+    oracle: str = "transformers"

@@ -1,56 +1,54 @@
-"""GLM-4.5 / 4.6 / 4.7: sigmoid router in float32 with a correction bias for the choice and groups, dense first layers,
-shared experts in one MLP, partial rotary embedding."""
+"""GLM-4.5 / 4.6 / 4.7 and dots1: float32 sigmoid router with a choice bias and groups, dense first layers, shared
+experts in one MLP. GLM turns a part of each head and norms q and k by `use_qk_norm`; dots1 always norms them."""
 
 from __future__ import annotations
 
-from tracklayer.layers.spec import MLPSpec, MoESpec
+from tracklayer.layers.spec import AttentionSpec, MoESpec
 from tracklayer.models.common import (
-    ATTENTION,
-    OUTER,
+    PER_EXPERT,
     Config,
     activation,
-    dense,
+    dense_first,
     gqa,
-    mlp_names,
-    model,
-    moe_names,
     need,
     noaux_router,
-    norm,
+    shared_mlp,
 )
-from tracklayer.models.spec import Family, ModelSpec, Sublayer
+from tracklayer.models.spec import Family, ModelSpec
+
+NAMES = {**PER_EXPERT, "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.ffn.router.choice_bias"}
+RULE = "i >= first_k_dense_replace"
 
 
-def spec(c: Config) -> ModelSpec:
-    shared = c.get("n_shared_experts") or 0
+def whole(c: Config, attention: AttentionSpec) -> ModelSpec:
     width = need(c, "moe_intermediate_size")
-    attention = gqa(c, qk_norm="head" if c.get("use_qk_norm") else None, qkv_bias=c.get("attention_bias", False))
     moe = MoESpec(
         router=noaux_router(c),
         width=width,
         activation=activation(c),
-        shared=MLPSpec(width=width * shared, activation=activation(c)) if shared else None,
+        shared=shared_mlp(c, c.get("n_shared_experts"), width),
     )
-
-    def layer(i: int) -> tuple[Sublayer, ...]:
-        sparse = i >= c.get("first_k_dense_replace", 1)
-        ffn = moe if sparse else dense(c)
-        return Sublayer(name="attn", body=attention, pre_norm=norm(c)), Sublayer(name="ffn", body=ffn, pre_norm=norm(c))
-
-    return model(c, layer)
+    return dense_first(c, attention, moe, c.get("first_k_dense_replace", 1))
 
 
-FAMILY = Family(
-    name="glm4_moe",
-    architectures=("Glm4MoeForCausalLM",),
-    spec=spec,
-    names={
-        **OUTER,
-        **ATTENTION,
-        **moe_names("mlp", "gate.weight"),
-        **mlp_names("model.layers.{i}.mlp", "layers.{i}.ffn"),
-        **mlp_names("model.layers.{i}.mlp.shared_experts", "layers.{i}.ffn.shared"),
-        "model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.ffn.router.choice_bias",
-    },
-    mtp_past_end=True,
+def glm(c: Config) -> ModelSpec:
+    return whole(c, gqa(c, qk_norm="head" if c.get("use_qk_norm") else None, qkv_bias=c.get("attention_bias", False)))
+
+
+def dots(c: Config) -> ModelSpec:
+    bias = c.get("attention_bias", False)
+    window = c.get("sliding_window")
+    return whole(c, gqa(c, qk_norm="head", qkv_bias=bias, out_bias=bias, window=window))
+
+
+FAMILIES = (
+    Family(
+        name="glm4_moe",
+        architectures=("Glm4MoeForCausalLM",),
+        spec=glm,
+        names=NAMES,
+        mtp_past_end=True,
+        layers_rule=RULE,
+    ),
+    Family(name="dots1", architectures=("Dots1ForCausalLM",), spec=dots, names=NAMES, layers_rule=RULE),
 )
