@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tracklayer.kernels.combine import combine
 from tracklayer.kernels.experts import ExpertSpec
-from tracklayer.kernels.experts_small import experts_small
+from tracklayer.kernels.experts_small import down_sum, gate_up
 from tracklayer.kernels.grouped_gemm import grouped_gemm
 from tracklayer.kernels.route_sort import route_sort
 from tracklayer.kernels.topk import Routing
@@ -34,9 +34,8 @@ def fused_experts_triton(
         return torch.empty_like(x_TD)
     config = config or pick(x_TD.device, experts, width, inner, len(x_TD))
     if config["form"] == "small":
-        return experts_small(
-            x_TD, routing, w13_EFD, w2_EDF, spec, config, bias13=bias13, bias2=bias2, add_TD=add_TD
-        )  # fmt: skip
+        hidden_PF = gate_up(x_TD, routing, w13_EFD, spec, config["up"], bias13)
+        return down_sum(hidden_PF, x_TD, routing, w2_EDF, spec, config["down"], bias2, add_TD)
     pairs = route_sort(routing.ids_TK, experts, config["up"]["m"])
     hidden_PF = grouped_gemm(
         x_TD, w13_EFD, pairs, routing.weights_TK, spec, config["up"], first=True, bias=bias13

@@ -95,36 +95,48 @@ def _down_kernel(
     tl.store(y_ptr + token * D + row_N, y_N.to(y_ptr.dtype.element_ty), mask=ok_N)
 
 
-def experts_small(
+def gate_up(
     x_TD: Tensor,
     routing: Routing,
     w13_EFD: Tensor,
+    spec: ExpertSpec,
+    config: dict[str, Any],
+    bias13: Tensor | None = None,
+) -> Tensor:
+    """act(w13[expert] @ x[token]) of each pair, [P, F] in x's dtype; rows of ids without an expert are unwritten."""
+    width, top_k = x_TD.shape[1], routing.ids_TK.shape[1]
+    experts, inner = w13_EFD.shape[0], w13_EFD.shape[1] // (2 if spec.gated else 1)
+    h_PF = torch.empty(routing.ids_TK.numel(), inner, dtype=x_TD.dtype, device=x_TD.device)
+    pdl = has_pdl(x_TD.device)
+    _gate_up_kernel[(triton.cdiv(inner, config["n"]), len(h_PF))](
+        x_TD, routing.ids_TK, routing.weights_TK, w13_EFD, bias13, h_PF, x_TD.stride(0), D=width, F=inner, E=experts,
+        K=top_k, N=config["n"], B=min(config["b"], triton.next_power_of_2(width)), STAGES=config["stages"],
+        ON_INPUT=spec.weight_on_input, **activation_constants(spec), PDL=pdl, launch_pdl=pdl,
+        num_warps=config["warps"],
+    )  # fmt: skip
+    return h_PF
+
+
+def down_sum(
+    h_PF: Tensor,
+    x_TD: Tensor,
+    routing: Routing,
     w2_EDF: Tensor,
     spec: ExpertSpec,
     config: dict[str, Any],
-    *,
-    bias13: Tensor | None = None,
     bias2: Tensor | None = None,
     add_TD: Tensor | None = None,
 ) -> Tensor:
-    """`experts.fused_experts` for a few tokens; config: {"up": {...}, "down": {...}} of n, b, stages, warps."""
+    """add + scale * sum_k weight_k * (w2[expert_k] @ h[pair]), [T, D] in x's dtype."""
     num_tokens, width = x_TD.shape
-    num_experts, _, inner = w2_EDF.shape
-    top_k = routing.ids_TK.shape[1]
-    num_pairs = num_tokens * top_k
-    h_PF = torch.empty(num_pairs, inner, dtype=x_TD.dtype, device=x_TD.device)
+    experts, _, inner = w2_EDF.shape
     y_TD = torch.empty(num_tokens, width, dtype=x_TD.dtype, device=x_TD.device)
     pdl = has_pdl(x_TD.device)
-    up, down = config["up"], config["down"]
-    _gate_up_kernel[(triton.cdiv(inner, up["n"]), num_pairs)](
-        x_TD, routing.ids_TK, routing.weights_TK, w13_EFD, bias13, h_PF, x_TD.stride(0), D=width, F=inner,
-        E=num_experts, K=top_k, N=up["n"], B=min(up["b"], triton.next_power_of_2(width)), STAGES=up["stages"],
-        ON_INPUT=spec.weight_on_input, **activation_constants(spec), PDL=pdl, launch_pdl=pdl, num_warps=up["warps"],
-    )  # fmt: skip
-    _down_kernel[(triton.cdiv(width, down["n"]), num_tokens)](
+    _down_kernel[(triton.cdiv(width, config["n"]), num_tokens)](
         h_PF, routing.ids_TK, routing.weights_TK, w2_EDF, bias2, x_TD, add_TD, y_TD, x_TD.stride(0),
-        0 if add_TD is None else add_TD.stride(0), spec.scale, D=width, F=inner, E=num_experts, K=top_k, N=down["n"],
-        B=min(down["b"], triton.next_power_of_2(inner)), STAGES=down["stages"], WEIGH=not spec.weight_on_input,
-        ZERO=spec.num_zero_experts > 0, PDL=pdl, launch_pdl=pdl, num_warps=down["warps"],
+        0 if add_TD is None else add_TD.stride(0), spec.scale, D=width, F=inner, E=experts,
+        K=routing.ids_TK.shape[1], N=config["n"], B=min(config["b"], triton.next_power_of_2(inner)),
+        STAGES=config["stages"], WEIGH=not spec.weight_on_input, ZERO=spec.num_zero_experts > 0, PDL=pdl,
+        launch_pdl=pdl, num_warps=config["warps"],
     )  # fmt: skip
     return y_TD
