@@ -60,20 +60,30 @@ def padded_slots(attention_mask: npt.ArrayLike) -> Slots:
     )
 
 
-def packed_slots(cumulative_lengths: npt.ArrayLike, num_slots: int | None = None) -> Slots:
-    """Slots of a packed batch from cumulative lengths [B + 1] (0 first); slots beyond the last are padding."""
+def packed_slots(
+    cumulative_lengths: npt.ArrayLike, num_slots: int | None = None, *, lengths: npt.ArrayLike | None = None
+) -> Slots:
+    """Slots of a packed batch from cumulative lengths [B + 1] (0 first); slots beyond the last are padding.
+
+    lengths  [B] real tokens of each sequence, where the cumulative lengths count padding behind each one too
+    """
     ends = np.asarray(cumulative_lengths, np.int64)
     if ends.ndim != 1 or len(ends) < 1 or ends[0] != 0 or (np.diff(ends) < 0).any():
         raise UserError(f"cumulative lengths start at 0 and never fall, got {ends.tolist()[:8]}")
     total = int(ends[-1]) if num_slots is None else num_slots
     if total < ends[-1]:
         raise UserError(f"{num_slots} slots can not hold {ends[-1]} tokens")
+    spans = np.diff(ends)
+    real = spans if lengths is None else np.asarray(lengths, np.int64)
+    if real.shape != spans.shape or (real > spans).any() or (real < 0).any():
+        raise UserError(f"lengths {real.tolist()[:8]} do not fit the packed spans {spans.tolist()[:8]}")
     sample_N = np.full(total, PADDING, np.int32)
     position_N = np.zeros(total, np.int32)
-    lengths = np.diff(ends)
-    sample_N[: ends[-1]] = np.repeat(np.arange(len(lengths)), lengths)
-    position_N[: ends[-1]] = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
-    return Slots(sample_N, position_N, lengths.astype(np.int32))
+    at = np.arange(ends[-1]) - np.repeat(ends[:-1], spans)
+    token = at < np.repeat(real, spans)
+    sample_N[: ends[-1]] = np.where(token, np.repeat(np.arange(len(spans)), spans), PADDING)
+    position_N[: ends[-1]] = np.where(token, at, 0)
+    return Slots(sample_N, position_N, real.astype(np.int32))
 
 
 @dataclass(frozen=True, slots=True)
