@@ -105,7 +105,7 @@ def test_the_same_tokens_entered_again_stay_the_callers():
     tree.unlock(root)
 
 
-def test_a_leaf_that_ends_inside_a_page_grows_in_place_and_is_found_by_its_new_tokens():
+def test_a_leaf_that_ends_inside_a_page_is_withdrawn_and_entered_anew():
     tree, pages = PrefixTree(4), Pages(4)
     slots = pages.slots(12)
     root = tree.take("", tree.match("", ints([]), 0, 9))
@@ -113,9 +113,10 @@ def test_a_leaf_that_ends_inside_a_page_grows_in_place_and_is_found_by_its_new_t
     other = enter(tree, pages, [5, 9, 9, 9, 9])
     tree.lock(leaf)
     tree.unlock(root)
-    grown, start = tree.insert(leaf, ints([7, 8, 9]), slots[2:5], 1)
-    assert grown is leaf and start == 0
-    tree.unlock(leaf)
+    assert tree.withdraw(leaf) is root and tree.match("", ints([5, 6]), 2, 9).total == 1
+    _, start = tree.insert(root, ints([5, 6, 7, 8, 9]), slots[:5], 1)
+    assert start == 0
+    tree.unlock(root)
     assert found_slots(tree, "", tree.match("", ints([5, 6, 7, 8, 9]), 5, 9)) == slots[:5].tolist()
     assert found_slots(tree, "", tree.match("", ints([5, 9, 9, 9, 1]), 5, 9)) == other[:4].tolist()
     assert tree.num_evictable == 4

@@ -140,15 +140,17 @@ class PagedCache:
 
     def _insert(self, seq: Sequence, tokens: Ints, end: int, step: int) -> int | None:
         """Enter positions num_inserted..end; the first that entered, or None when the tree has them all."""
+        assert seq.node is not None
+        if seq.num_inserted % self.page_size:  # the page that `publish` found begun
+            seq.num_inserted -= len(seq.node.tokens)
+            seq.node = self.tree.withdraw(seq.node)
         old, begin = seq.node, seq.num_inserted
-        assert old is not None
         node, entered = self.tree.insert(old, tokens[begin:end], seq.slots[begin:end], step)
         if node is None:
             return None
-        if node is not old:
-            self.tree.lock(node)
-            self.tree.unlock(old)
-            seq.node = node
+        self.tree.lock(node)
+        self.tree.unlock(old)
+        seq.node = node
         return begin + entered
 
     def own_pages(self, seq: Sequence) -> Ints:

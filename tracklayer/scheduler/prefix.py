@@ -114,17 +114,10 @@ class PrefixTree:
     def insert(self, node: Node, tokens: Ints, slots: Ints, step: int) -> tuple[Node | None, int]:
         """Enter tokens that follow `node` (locked by the caller), computed by plans up to `step`.
 
-        Returns (new or extended node, index of the first token that entered); (None, n) when all were there already.
+        Returns (new node, index of the first token that entered); (None, n) when all were there already.
         The pages from that index on are the tree's; those before stay the caller's, as duplicates.
         """
-        if len(node.tokens) % self.page_size:
-            assert not node.children and node.refs > 0, "only a locked leaf that ends inside a page can be extended"
-            parent = self._detach(node)  # its key may grow
-            node.tokens = np.concatenate((node.tokens, tokens))
-            node.slots = np.concatenate((node.slots, slots))
-            node.step = max(node.step, step)
-            self._attach(parent, node)
-            return node, 0
+        assert len(node.tokens) % self.page_size == 0, "nothing can follow a node that ends inside a page"
         done, n = 0, len(tokens)
         while done < n:
             child, same = self._best_child(node, tokens[done:], None)
@@ -143,6 +136,11 @@ class PrefixTree:
         self.num_evictable += self._pages_of(leaf)
         self._touch(leaf)
         return leaf, done
+
+    def withdraw(self, leaf: Node) -> Node:
+        """Give a leaf's pages back to its one user, who wants to enter it anew, longer; returns the parent, locked."""
+        assert leaf.refs == 1 and not leaf.children, f"{leaf.refs} users, {len(leaf.children)} children"
+        return self._detach(leaf)
 
     def lock(self, node: Node) -> None:
         """Count one more user of the path to `node`."""

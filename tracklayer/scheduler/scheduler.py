@@ -113,6 +113,7 @@ class Scheduler:
         if not draft.shares and not self._pending and self.running:
             # All pages are held and none can come free: a request lies twice in the cache, its own tokens beside equal
             # ones in the tree that its children there keep alive. It starts again, and keeps out of the tree.
+            self.cache.unpin()
             for seq in self.running[::-1]:
                 seq.private = True
                 self._preempt(seq)
@@ -149,8 +150,7 @@ class Scheduler:
             if seq.state is SequenceState.FINISHED:
                 continue  # ended while this token was in flight: surplus
             seq.output_ids.append(token)
-            count = len(seq.output_ids)
-            request = seq.request
+            count, request = len(seq.output_ids), seq.request
             if token in request.stop_token_ids and count >= request.sampling.min_new_tokens:
                 news.append(Committed(seq, token, FinishReason("stop", matched=token), self._end(seq)))
             elif count == seq.max_new:
@@ -354,7 +354,6 @@ class Scheduler:
     def _make_room(self, seq: Sequence) -> bool:
         """Get one page, preempting sequences of lower rank from the lowest up; False if that can not help now."""
         while self.cache.available == 0:
-            victim = self.running[-1]
             for victim in reversed(self.running):
                 # One whose last token is in flight gives its pages back at its commit anyway.
                 if victim is seq or victim.prefilling or victim.to_sample > 0:
