@@ -93,6 +93,8 @@ def _flat_content(content: Any) -> str | None:
     """A message's content as one string: a list of text parts is joined. Raises UserError for other kinds of part."""
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list):
+        raise UserError(f"message content must be text or a list of parts, got {content!r}")
     texts = []
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):

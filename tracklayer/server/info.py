@@ -56,6 +56,7 @@ async def server_info(request: Request) -> Response:
             "enable_memory_saver": False,
             **public_config(service),
             **await service.control.server_info(),
+            "enable_return_routed_experts": service.info.recording,
             "model_path": service.control.model_path,
             "served_model_name": service.served_name,
             "tokenizer_path": service.tokenizer_path,

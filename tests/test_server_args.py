@@ -1,0 +1,106 @@
+"""Flags: generated from the configurations, other engines' names understood, everything else refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from tracklayer.config import EngineConfig
+from tracklayer.errors import UserError
+from tracklayer.server.args import FIELDS, parse, usage
+from tracklayer.server.config import ServerConfig
+from tracklayer.server.launch import main
+
+
+def test_both_ways_to_name_the_model_and_types_follow_the_fields():
+    for argv in (["m", "--port", "5"], ["--model-path", "m", "--port=5"], ["--model", "m", "--port", "5"]):
+        launch = parse(argv)
+        assert launch.engine.model_path == "m" and launch.server.port == 5 and launch.warnings == []
+    launch = parse(["m", "--mem-fraction-static", "0.5", "--disable-radix-cache", "--max-total-tokens", "9"])
+    assert launch.engine == EngineConfig(
+        model_path="m", mem_fraction_static=0.5, disable_radix_cache=True, max_total_tokens=9
+    )
+
+
+def test_switches_take_an_optional_word():
+    assert parse(["m", "--enable-metrics", "--port", "1"]).server.enable_metrics
+    assert not parse(["m", "--enable-metrics", "false"]).server.enable_metrics
+    assert not parse(["m", "--enable-metrics", "--no-enable-metrics"]).server.enable_metrics
+
+
+def test_vllm_and_sglang_names():
+    words = "--tensor-parallel-size 2 --gpu-memory-utilization 0.9 --max-model-len 64 --seed 3 --max-num-seqs 7"
+    launch = parse(["m", *words.split(), "--enforce-eager", "--no-enable-prefix-caching"])
+    want = EngineConfig(
+        model_path="m", tp_size=2, mem_fraction_static=0.9, context_length=64, random_seed=3, disable_cuda_graph=True,
+        disable_radix_cache=True, max_running_requests=7,
+    )  # fmt: skip
+    assert launch.engine == want
+
+
+def test_flags_without_meaning_warn_once_each_and_swallow_their_values():
+    argv = ["m", "--attention-backend", "fa3", "--cuda-graph-bs", "1", "2", "4", "--enable-mixed-chunk", "--port", "7"]
+    launch = parse(argv)
+    assert launch.server.port == 7
+    assert [w.split()[0] for w in launch.warnings] == ["--attention-backend", "--cuda-graph-bs", "--enable-mixed-chunk"]
+
+
+def test_what_we_lack_passes_only_at_its_default():
+    launch = parse(["m", "--dp-size", "1", "--quantization", "none", "--kv-cache-dtype", "auto", "--nnodes", "1"])
+    assert launch.warnings == []
+    for argv in (["--dp-size", "2"], ["--quantization", "fp8"], ["--enable-dp-attention"], ["--base-gpu-id", "3"]):
+        with pytest.raises(UserError, match=f"{argv[0]}.*not available"):
+            parse(["m", *argv])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["m", "--enable-return-routed-expert"], "did you mean --enable-return-routed-experts"),
+        (["m", "--prot", "1"], "did you mean --port"),
+        (["m", "--zzzzzzzz"], "--help"),
+        (["m", "stray"], "stray"),
+        (["m", "--port"], "--port needs a value"),
+        (["m", "--port", "x"], "--port must be an integer"),
+        (["m", "--port", "99999"], "port must be in"),
+        (["m", "--mem-fraction-static", "7"], "mem_fraction_static"),
+        (["m", "--load-format", "gguf"], "load_format"),
+        (["m", "--log-level", "loud"], "log_level"),
+        (["m", "--preferred-sampling-params", "["], "preferred_sampling_params"),
+        (["m", "--weight-paths", "/no/such/dir"], "weight_paths"),
+        ([], "which model"),
+    ],
+)
+def test_bad_flags_are_named(argv, message):
+    with pytest.raises(UserError, match=message):
+        parse(argv)
+
+
+def test_config_file_lies_under_the_command_line(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model-path: m\nport: 5\nenable-metrics: true\nattention_backend: fa3\n")
+    launch = parse(["--config", str(file), "--port", "6"])
+    assert (launch.engine.model_path, launch.server.port, launch.server.enable_metrics) == ("m", 6, True)
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"modelpath": "m"}))
+    with pytest.raises(UserError, match="did you mean --model-path"):
+        parse(["--config", str(file)])
+    with pytest.raises(UserError, match="not a file"):
+        parse(["--config", "nowhere.yaml"])
+
+
+def test_help_lists_every_flag_and_no_name_is_claimed_twice(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.strip() == usage().strip()
+    for name in FIELDS:
+        assert f"--{name.replace('_', '-')}" in text
+    assert len(FIELDS) == len(fields(EngineConfig)) + len(fields(ServerConfig))
+
+
+def test_wrong_flags_and_models_end_with_status_2(capsys, tmp_path):
+    assert main(["m", "--prot", "1"]) == 2 and "did you mean --port" in capsys.readouterr().err
+    assert main([str(tmp_path), "--port", "0"]) == 2
+    assert "error: " in capsys.readouterr().err

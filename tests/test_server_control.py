@@ -1,0 +1,219 @@
+"""Control and information endpoints, keys, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from server_http import GREEDY, TOKENIZER, serving
+
+from tracklayer.server.control import CONTROL_PATHS, NOT_BUILT
+
+
+async def test_health_models_and_info_have_the_keys_that_clients_read():
+    async with serving(served_model_name="tiny") as (client, fake, service):
+        for path in ("/health", "/health_generate", "/ready", "/ping"):
+            reply = await client.get(path)
+            assert (reply.status_code, reply.content) == (200, b"")
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert card["id"] == "tiny" and card["root"] == "/models/fake" and card["max_model_len"] == 512
+        assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
+        missing = await client.get("/v1/models/a/b")
+        assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+        for path in ("/model_info", "/get_model_info"):
+            model = (await client.get(path)).json()
+            assert model["model_path"] == "/models/fake" and model["architectures"] == ["FakeForCausalLM"]
+            assert model["is_generation"] is True and model["served_model_name"] == "tiny"
+        for path in ("/server_info", "/get_server_info"):
+            server = (await client.get(path)).json()
+            for key in ("tp_size", "pp_size", "ep_size", "moe_dp_size", "dp_size", "num_gpus", "dtype", "version",
+                        "disaggregation_mode", "encoder_only", "enable_memory_saver", "launch_command",
+                        "max_total_num_tokens", "max_req_input_len", "startup_time"):  # fmt: skip
+                assert key in server
+            assert server["enable_return_routed_experts"] is True and server["internal_states"]
+        assert (await client.get("/get_weight_version")).json() == {"weight_version": "default"}
+        fake.die()
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.post("/generate", json={"text": "a"})).status_code == 503
+        service.stopping = True
+        assert "stopping" in (await client.post("/v1/completions", json={"prompt": "a"})).text
+
+
+async def test_health_is_quick_while_paused():
+    async with serving() as (client, _, _):
+        for mode in ("abort", "retract", "in_place"):
+            assert (await client.post("/pause_generation", json={"mode": mode})).json()["status"] == "ok"
+            assert (await asyncio.wait_for(client.get("/health"), 1)).status_code == 200
+        reply = await client.post("/pause_generation", json={"mode": "later"})
+        assert reply.status_code == 400 and "later" in reply.text
+
+
+async def test_paused_server_accepts_and_holds_then_answers():
+    async with serving() as (client, _, _):
+        await client.post("/pause_generation")
+        task = asyncio.create_task(client.post("/generate", json={"text": "a", "sampling_params": GREEDY}))
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        loads = (await client.get("/v1/loads?include=core")).json()["loads"][0]
+        assert loads["num_running_reqs"] + loads["num_waiting_reqs"] == 1
+        assert (await client.get("/get_load")).json()[0]["num_reqs"] == 1
+        assert (await client.get("/flush_cache")).status_code == 400
+        await client.post("/continue_generation", json={"torch_empty_cache": True})
+        assert (await task).status_code == 200
+        for method in ("GET", "POST"):
+            assert (await client.request(method, "/flush_cache?timeout=60.0")).text.startswith("Cache flushed")
+        assert (await client.get("/flush_cache?timeout=nan")).status_code == 400
+
+
+async def test_weight_update_from_disk_and_versions():
+    async with serving() as (client, _, _):
+        body = {"model_path": "/models/next", "weight_version": "3", "pp_rank": 0, "abort_all_requests": True}
+        reply = await client.post("/update_weights_from_disk", json=body)
+        assert reply.status_code == 200 and reply.json()["success"] is True
+        assert (
+            reply.json()["message"].endswith("Weight version updated to 3.") and "num_paused_requests" in reply.json()
+        )
+        assert (await client.get("/model_info")).json()["weight_version"] == "3"
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "/models/next"
+        bad = await client.post("/update_weights_from_disk", json={"model_path": "/models/missing"})
+        assert bad.status_code == 400 and bad.json()["success"] is False
+        assert (await client.get("/model_info")).json()["model_path"] == "/models/next"
+        reply = await client.post("/update_weight_version", json={"new_version": "4", "abort_all_requests": False})
+        assert reply.json() == {"success": True, "message": "Weight version updated to 4", "new_version": "4"}
+        answer = (await client.post("/generate", json={"text": "a", "sampling_params": GREEDY})).json()
+        assert answer["meta_info"]["weight_version"] == "4"
+        for path in ("/begin_weight_update", "/end_weight_update", "/post_process_weights"):
+            assert (await client.post(path, json={"selector": "all"})).json()["success"] is True
+            assert (await client.post(path)).json()["success"] is True
+
+
+async def test_weight_paths_may_be_confined_or_switched_off(tmp_path):
+    inside, link = tmp_path / "in" / "ckpt", tmp_path / "in" / "link"
+    inside.mkdir(parents=True)
+    link.symlink_to("/")
+    for allowed, path, status in (
+        ("none", str(inside), 400),
+        (str(tmp_path / "in"), str(inside), 200),
+        (str(tmp_path / "in"), str(tmp_path), 400),
+        (str(tmp_path / "in"), f"{tmp_path}/in/../..", 400),
+        (str(tmp_path / "in"), f"{link}/etc", 400),
+    ):
+        async with serving(weight_paths=allowed) as (client, _, _):
+            reply = await client.post("/update_weights_from_disk", json={"model_path": path})
+            assert reply.status_code == status, (allowed, path)
+
+
+async def test_get_weights_by_name_both_ways():
+    async with serving() as (client, _, _):
+        for reply in (
+            await client.get("/get_weights_by_name?name=model.norm.weight&truncate_size=2"),
+            await client.post("/get_weights_by_name", json={"name": "model.norm.weight", "truncate_size": 2}),
+            await client.request("GET", "/get_weights_by_name", json={"name": "model.norm.weight", "truncate_size": 2}),
+        ):
+            assert reply.json() == [1.0, 1.0]
+        assert (await client.post("/get_weights_by_name", json={"name": "x"})).status_code == 400
+        assert (await client.get("/get_weights_by_name?name=a&truncate_size=-1")).status_code == 400
+
+
+async def test_what_is_not_built_says_so():
+    async with serving() as (client, _, _):
+        for path in (*NOT_BUILT, "/release_memory_occupation", "/resume_memory_occupation"):
+            reply = await client.post(path, json={})
+            assert reply.status_code == 501 and "not available" in reply.json()["message"], path
+        reply = await client.post("/release_memory_occupation", json={"tags": ["soul"]})
+        assert reply.status_code == 400 and "soul" in reply.text
+
+
+async def test_tokenize_and_detokenize():
+    async with serving() as (client, _, _):
+        one = (await client.post("/tokenize", json={"prompt": "hello"})).json()
+        assert one["tokens"] == TOKENIZER.encode("hello") and one["count"] == len(one["tokens"])
+        two = (await client.post("/tokenize", json={"prompt": ["a", "b"]})).json()
+        assert [len(t) for t in two["tokens"]] == two["count"]
+        chat = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()
+        assert chat["tokens"] == TOKENIZER.chat_ids([{"role": "user", "content": "hi"}])
+        assert (await client.post("/detokenize", json={"tokens": one["tokens"]})).json()["text"] == "hello"
+        assert (await client.post("/detokenize", json={"tokens": [[40], [41]]})).json()["prompt"] == [
+            TOKENIZER.decode([40]), TOKENIZER.decode([41]),
+        ]  # fmt: skip
+        for path, body in (
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": "a", "messages": []}),
+            ("/detokenize", {"tokens": [400]}),
+            ("/detokenize", {"tokens": "x"}),
+        ):
+            assert (await client.post(path, json=body)).status_code == 400
+
+
+async def test_metrics_count_requests_tokens_and_routes():
+    async with serving() as (client, _, _):
+        assert (await client.get("/metrics")).status_code == 404
+    async with serving(enable_metrics=True, served_model_name="m") as (client, _, _):
+        body = {"input_ids": [1, 2, 3], "sampling_params": GREEDY, "return_routed_experts": True}
+        await client.post("/generate", json=body)
+        lines = dict(
+            line.rsplit(" ", 1) for line in (await client.get("/metrics")).text.splitlines() if not line.startswith("#")
+        )
+    label = '{model_name="m"}'
+    assert float(lines[f"sglang:generation_tokens_total{label}"]) == 6
+    assert float(lines[f"sglang:prompt_tokens_total{label}"]) == 3
+    assert float(lines[f"tracklayer:route_rows_returned_total{label}"]) == 8
+    assert float(lines[f"sglang:time_to_first_token_seconds_count{label}"]) == 1
+    assert float(lines[f"sglang:num_running_reqs{label}"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "given", "status"),
+    [
+        ({"api_key": "k"}, "/v1/models", None, 401),
+        ({"api_key": "k"}, "/v1/models", "x", 403),
+        ({"api_key": "k"}, "/v1/models", "k", 200),
+        ({"api_key": "k"}, "/flush_cache", "k", 200),
+        ({"api_key": "k", "admin_api_key": "a"}, "/flush_cache", "k", 403),
+        ({"api_key": "k", "admin_api_key": "a"}, "/flush_cache", "a", 200),
+        ({"admin_api_key": "a"}, "/flush_cache", None, 401),
+        ({"admin_api_key": "a"}, "/v1/models", None, 200),
+        ({"api_key": "k"}, "/health", None, 200),
+        ({"api_key": "k", "enable_metrics": True}, "/metrics", None, 200),
+        ({"api_key": "kää"}, "/v1/models", "k", 403),
+    ],
+)
+async def test_keys(keys, path, given, status):
+    async with serving(**keys) as (client, _, _):
+        headers = {} if given is None else {"Authorization": f"Bearer {given}"}
+        reply = await client.get(path, headers=headers)
+        assert reply.status_code == status
+        assert status == 200 or reply.json() == {"error": "Unauthorized" if status == 401 else "Forbidden"}
+
+
+async def test_secrets_are_never_shown():
+    async with serving(api_key="open-sesame", admin_api_key="sesame-2") as (client, _, _):
+        text = (await client.get("/server_info", headers={"Authorization": "Bearer open-sesame"})).text
+        assert "sesame" not in text and "api_key" not in text
+
+
+def test_every_control_path_is_behind_the_admin_key():
+    assert {"/flush_cache", "/abort_request", "/update_weights_from_disk", "/pause_generation"} <= CONTROL_PATHS
+    assert not CONTROL_PATHS & {"/generate", "/health", "/v1/models"}
+
+
+async def test_unknown_paths_and_methods_keep_the_shape():
+    async with serving() as (client, _, _):
+        for method, path, status in (
+            ("GET", "/nothing", 404),
+            ("GET", "/generate", 405),
+            ("DELETE", "/v1/models", 405),
+        ):
+            reply = await client.request(method, path)
+            assert reply.status_code == status and reply.json()["code"] == status
+
+
+async def test_fault_of_ours_is_a_500_without_its_text(monkeypatch):
+    async with serving() as (client, _, service):
+
+        def broken(*args, **kwargs):
+            raise RuntimeError("secret detail")
+
+        monkeypatch.setattr(service.frontend.intake, "split", broken)
+        reply = await client.post("/generate", json={"text": "a"})
+        assert reply.status_code == 500 and "secret" not in reply.text and reply.json()["code"] == 500
