@@ -136,10 +136,3 @@ def check_linear(device: str, dtype: torch.dtype, tokens: int, width: int, outpu
     )
     got = linear.launch_linear_small(x, weight, bias, **schedule)
     close(got, linear.linear_small_ref(x.double(), weight.double(), bias.double()), dtype)
-    gain, residual = torch.randn(width, device=device).to(dtype), torch.randn(tokens, width, device=device).to(dtype)
-    again = residual.clone()
-    fused = linear.FusedNorm(residual, gain, 1e-6, 1.0)
-    for _ in range(2):  # twice: the counter of finished programs must be zero again
-        got = linear.launch_linear_small(x, weight, norm=fused, **schedule)
-        close(got, linear.linear_small_ref(x, weight, norm=linear.FusedNorm(again, gain, 1e-6, 1.0)), dtype)
-        close(residual, again, dtype)

@@ -2,8 +2,7 @@
 
     python -m benchmarks.kernels.bench_linear [--sweep] [--smoke] [--out FILE]
 
-The chain is a layer's dense part at one token (norm + qkv, o, norm), launched with and without programmatic dependent
-launch.
+The chain is a layer's dense part at one token: norm, qkv, o.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.common import copies_for, report, row, time_us, try_us
-from tracklayer.kernels.linear import FusedNorm, launch_linear_small, linear
+from tracklayer.kernels.linear import launch_linear_small, linear
 from tracklayer.kernels.norm import add_rms_norm
 
 SHAPES = {"qkv": (5120, 2048), "o": (2048, 4096), "gate": (128, 2048), "head": (151_936, 2048)}
@@ -58,24 +57,19 @@ SWEEP = [
 
 
 def chain(layers: int = 24) -> list[dict]:
-    """Per layer: norm + qkv, o, as two separate launches more or fused."""
+    """Per layer: residual sum and norm, qkv, o."""
     gain, residual = bf16(2048), bf16(1, 2048)
     qkv, o = ([bf16(*SHAPES[name]) for _ in range(layers)] for name in ("qkv", "o"))
     x = bf16(1, 2048)
     size = layers * 2.0 * (5120 * 2048 + 2048 * 4096)
 
-    def separate(product) -> None:
+    def run(product) -> None:
         y = x
         for w, v in zip(qkv, o, strict=True):
             y = product(product(add_rms_norm(y, residual, gain, 1e-6), w)[:, :4096], v)
 
-    def fused() -> None:
-        y = x
-        for w, v in zip(qkv, o, strict=True):
-            y = linear(launch_linear_small(y, w, norm=FusedNorm(residual, gain, 1e-6))[:, :4096], v)
-
-    forms = {"cuBLAS": partial(separate, F.linear), "linear_small": partial(separate, linear), "norm fused": fused}
-    return [row(f"chain of {layers} layers, {name}", time_us([run]), num_bytes=size) for name, run in forms.items()]
+    forms = {"cuBLAS": F.linear, "linear": linear}
+    return [row(f"chain of {layers} layers, {n}", time_us([partial(run, p)]), num_bytes=size) for n, p in forms.items()]
 
 
 def main() -> None:
@@ -90,7 +84,7 @@ def main() -> None:
         assert linear(x, w).tolist() == [[8.0] * 3] * 2
         rows = []
     else:
-        rows = bench(1, arguments.sweep) + bench(4, False) + bench(8, False) + chain()
+        rows = bench(1, arguments.sweep) + bench(2, False) + bench(4, False) + chain()
     report("linear", rows, arguments.out)
 
 

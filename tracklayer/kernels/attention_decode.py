@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tracklayer.kernels.jit import LOG2E, counters, jit, next_power_of_2, num_sms, tl
+from tracklayer.kernels.jit import LOG2E, await_previous, counters, has_pdl, jit, next_power_of_2, num_sms, tl
 
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 
 
 @jit
@@ -24,6 +24,7 @@ def _decode_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, L: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (G + GP - 1) // GP
     pid = tl.program_id(0)
@@ -33,6 +34,7 @@ def _decode_kernel(
     h = (group // HEAD_BLOCKS) % H
     b = group // (HEAD_BLOCKS * H)
 
+    await_previous(PDL)
     length = tl.load(lens_ptr + b)
     first = 0
     if WINDOW:
@@ -40,7 +42,7 @@ def _decode_kernel(
     if CHUNK:
         first = tl.maximum(first, (length - 1) // chunk * chunk)
     blocks = (tl.maximum(length, 1) - first + L - 1) // L
-    share = (blocks + SPLITS - 1) // SPLITS
+    share = tl.maximum((blocks + SPLITS - 1) // SPLITS, 2)  # one block is not worth a merge
     active = (blocks + share - 1) // share
     if split >= active:
         return
@@ -95,23 +97,25 @@ def _decode_kernel(
         if tl.atomic_add(done_ptr + group, 1, sem="acq_rel") != active - 1:
             return
         tl.store(done_ptr + group, 0)
-        # The last to finish: weights of all splits at once, then their sums, four splits a turn.
+        # The last to finish takes the parts in split order, a few loads in flight at a time.
         PIECES: tl.constexpr = 4
-        i = tl.arange(0, SPLITS)
-        at_all = (group.to(tl.int64) * SPLITS + i[:, None]) * GP + tl.arange(0, GP)[None, :]
-        m_all = tl.load(ml_ptr + at_all * 2, mask=(i < active)[:, None], other=float("-inf"), cache_modifier=".cg")
-        m = tl.max(m_all, 0)
-        l_all = tl.load(ml_ptr + at_all * 2 + 1, mask=(i < active)[:, None], other=0.0, cache_modifier=".cg")
-        total = tl.sum(l_all * tl.exp2(m_all - m[None, :]), 0)
+        m = tl.full([GP], -1e30, tl.float32)
+        total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, EP], tl.float32)
-        for piece in range(0, active, PIECES):
-            j = piece + tl.arange(0, PIECES)
-            at_j = (group.to(tl.int64) * SPLITS + j[:, None]) * GP + tl.arange(0, GP)[None, :]
-            j_ok = (j < active)[:, None] & g_ok[None, :]
-            w = tl.exp2(tl.load(ml_ptr + at_j * 2, mask=j_ok, other=float("-inf"), cache_modifier=".cg") - m[None, :])
-            part = tl.load(acc_ptr + at_j[:, :, None] * EP + e[None, None, :],
-                           mask=j_ok[:, :, None] & (e < E)[None, None, :], other=0.0, cache_modifier=".cg")  # fmt: skip
-            acc += tl.sum(part * tl.where(j_ok, w, 0.0)[:, :, None], 0)
+        for base in range(0, active, PIECES):
+            for piece in tl.static_range(PIECES):
+                ok = base + piece < active
+                at = (group.to(tl.int64) * SPLITS + base + piece) * GP + tl.arange(0, GP)
+                m_part = tl.load(ml_ptr + at * 2, mask=ok & g_ok, other=-1e30, cache_modifier=".cg")
+                l_part = tl.load(ml_ptr + at * 2 + 1, mask=ok & g_ok, other=0.0, cache_modifier=".cg")
+                part = tl.load(acc_ptr + at[:, None] * EP + e[None, :], mask=ok & out_ok, other=0.0,
+                               cache_modifier=".cg")  # fmt: skip
+                m_new = tl.maximum(m, m_part)
+                shrink = tl.exp2(m - m_new)
+                grow = tl.exp2(m_part - m_new)
+                total = total * shrink + l_part * grow
+                acc = acc * shrink[:, None] + part * grow[:, None]
+                m = m_new
     if SINKS:
         total += tl.exp2(tl.load(sinks_ptr + n, mask=g_ok, other=0.0).to(tl.float32) * 1.4426950408889634 - m)
     acc = acc / tl.maximum(total, 1e-30)[:, None]
@@ -149,13 +153,14 @@ def paged_decode(
     warps: int = 4,
     stages: int = 3,
     splits: int | None = None,
+    out_TNE: Tensor | None = None,
 ) -> Tensor:
-    """Launch: arguments as in `paged_attention` with T == B; the last four steer the schedule. Returns [T, N, E]."""
+    """Launch: arguments as in `paged_attention` with T == B; block .. splits steer the schedule. Returns [T, N, E]."""
     sequences, heads, width = q_TND.shape
     kv_heads, value_width = k_SHD.shape[1], v_SHE.shape[2]
     if width < 16:
         raise ValueError(f"the attention kernel needs heads of at least 16 dims, got {width}")
-    out = torch.empty(sequences, heads, value_width, dtype=q_TND.dtype, device=q_TND.device)
+    out = q_TND.new_empty(sequences, heads, value_width) if out_TNE is None else out_TNE
     if sequences == 0:
         return out
     per_group = heads // kv_heads
@@ -167,6 +172,7 @@ def paged_decode(
     parts = sequences * groups * splits * rows if splits > 1 else 0
     acc = torch.empty(parts * padded, dtype=torch.float32, device=q_TND.device)
     ml = torch.empty(parts * 2, dtype=torch.float32, device=q_TND.device)
+    pdl = has_pdl(q_TND.device)
     done = counters(q_TND.device, max(next_power_of_2(sequences * groups), 4096))
     d0, d1 = split_width(width)
     _decode_kernel[(sequences * groups * splits,)](
@@ -175,6 +181,7 @@ def paged_decode(
         slot_table_RC.stride(0), scale if softcap else scale * LOG2E, softcap or 0.0, window or 0, chunk or 1,
         H=kv_heads, G=per_group, D=width, D0=d0, D1=d1, E=value_width, EP=padded, GP=rows, SPLITS=splits, L=block,
         WINDOW=window is not None, CHUNK=chunk is not None, SINKS=sinks_N is not None, SOFTCAP=softcap is not None,
-        PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32", STAGES=stages, num_warps=warps,
+        PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32", STAGES=stages, PDL=pdl,
+        launch_pdl=pdl, num_warps=warps,
     )  # fmt: skip
     return out

@@ -159,11 +159,12 @@ def paged_prefill(
     softcap: float | None = None,
     chunk: int | None = None,
     block_m: int | None = None,
-    block: int = 64,
-    warps: int = 8,
+    block: int | None = None,
+    warps: int | None = None,
     stages: int = 3,
+    out_TNE: Tensor | None = None,
 ) -> Tensor:
-    """Launch: arguments as in `paged_attention`; the last four steer the schedule. Returns [T, N, E].
+    """Launch: arguments as in `paged_attention`; block_m .. stages steer the schedule. Returns [T, N, E].
 
     slot_table_RC None: nothing is cached, k and v are the step's own [T, H, D], [T, H, E].
     """
@@ -171,15 +172,20 @@ def paged_prefill(
     kv_heads, value_width = k_SHD.shape[1], v_SHE.shape[2]
     if width < 16:
         raise ValueError(f"the attention kernel needs heads of at least 16 dims, got {width}")
-    out = torch.empty(tokens, heads, value_width, dtype=q_TND.dtype, device=q_TND.device)
+    out = q_TND.new_empty(tokens, heads, value_width) if out_TNE is None else out_TNE
     sequences = len(lens_B)
     if tokens == 0 or sequences == 0:
         return out
     per_group = heads // kv_heads
-    if block_m is None:
-        block_m = 128 if value_width <= 128 and q_TND.element_size() == 2 else 64 if value_width <= 256 else 16
-    d0, d1 = split_width(width)
     paged = slot_table_RC is not None
+    narrow = value_width <= 128 and q_TND.element_size() == 2
+    if block_m is None:
+        block_m = 128 if narrow else 64 if value_width <= 256 else 16
+    if block is None:
+        block = 128 if narrow and not paged else 64 if q_TND.element_size() == 2 else 32
+    if warps is None:
+        warps = 8 if not paged or not narrow else 4
+    d0, d1 = split_width(width)
     blocks = -(-tokens * per_group // block_m) + sequences
     _prefill_kernel[(blocks * kv_heads,)](
         q_TND, k_SHD, v_SHE, out, slot_table_RC, rows_B, starts_B1, lens_B, sinks_N, sequences,
