@@ -107,11 +107,12 @@ def _llama3(dim: int, theta: float, scaling: dict[str, Any], max_position: int) 
 
 def _longrope(dim: int, theta: float, scaling: dict[str, Any], max_position: int) -> tuple[Tensor, float]:
     trained = scaling["original_max_position_embeddings"]
-    stretch = scaling["long_factor" if max_position > trained else "short_factor"]
+    span = "long" if max_position > trained else "short"
+    stretch = scaling[f"{span}_factor"]
     if len(stretch) != dim // 2:
         raise ValueError(f"longrope factors must have {dim // 2} entries, got {len(stretch)}")
     factor = scaling.get("factor") or scaling.get("max_position_embeddings", max_position) / trained
-    attention = scaling.get("attention_factor")
+    attention = scaling.get(f"{span}_mscale", scaling.get("attention_factor"))  # PhiMoE has one for each span
     if attention is None:
         attention = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     return _inverse(dim, theta) / torch.tensor(stretch, dtype=torch.float32), attention
