@@ -115,7 +115,8 @@ def exponential_noise(seeds_N: Tensor, positions_N: Tensor, vocabulary: int) -> 
     x = _shift_xor(_shift_xor(x, 15) * _M2, 16)
     u = ((x & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
     # -log(1 - u): near 0 the series, because 1 - u has lost the digits that decide who wins.
-    return torch.where(u < 2.0**-10, u + 0.5 * u * u, -torch.log((1.0 - u).clamp(min=2.0**-26)))
+    series = u * (1.0 + u * (0.5 + u * (1 / 3 + u * 0.25)))
+    return torch.where(u < 2.0**-5, series, -torch.log((1.0 - u).clamp(min=2.0**-26)))
 
 
 def logprobs_of(logits_NV: Tensor, temperature_N: Tensor, ids_N: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,9 +1,7 @@
-"""Triton: sampling, its filter thresholds, log-probabilities and penalties; the rules are in sample.py.
+"""Triton: sampling, log-probabilities and penalties; the rules are in sample.py, the filters in sample_filter.py.
 
 N rows, V tokens of the vocabulary. A row is read by several programs, CHUNK tokens each whatever the batch, and the
 last one to finish merges their results in order, so a row's outcome does not depend on the rows beside it.
-No sort: the filters keep every token whose strictly likelier ones weigh less than a target (a count for top-k, a
-probability mass for top-p), so the least logit kept is found by bisection over the ordered bit patterns of float32.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tracklayer.kernels.jit import counters, jit, next_power_of_2, tl
+from tracklayer.kernels.sample_filter import CHUNK, least_logits, load_logits, row_scale
 
-CHUNK = 4096
 BLOCK = 2048
 
 
@@ -27,7 +25,12 @@ def _mix(x):
 
 
 @jit
-def _noise(ids, key0, key1):
+def _log(x, FAST: tl.constexpr):
+    return tl.extra.cuda.libdevice.fast_logf(x) if FAST else tl.log(x)
+
+
+@jit
+def _noise(ids, key0, key1, FAST: tl.constexpr):
     """-log of an exponential variate per token id; the same integers as sample.exponential_noise."""
     x = ids.to(tl.uint32) ^ key0
     x ^= x >> 16
@@ -37,39 +40,27 @@ def _noise(ids, key0, key1):
     x *= 0x846CA68B
     x ^= x >> 16
     u = ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
-    series = u + 0.5 * u * u
-    return -tl.log(tl.where(u < 0.0009765625, series, -tl.log(tl.maximum(1.0 - u, 1.4901161193847656e-08))))
-
-
-@jit
-def _load_logits(row_ptr, ids, V, temperature):
-    """float32 logits over temperature; NaN becomes -inf, +inf a large number, as does nothing past V."""
-    z = tl.load(row_ptr + ids, mask=ids < V, other=float("-inf")).to(tl.float32)
-    z = tl.where(z == z, tl.minimum(z, 1e30), float("-inf"))
-    return tl.div_rn(z, temperature) + 0.0  # -0.0 becomes 0.0, its bit pattern counts below
-
-
-@jit
-def _row_temperature(temperature_ptr, top_k_ptr, row):
-    """(temperature, greedy): 1.0 for greedy rows."""
-    temperature = tl.load(temperature_ptr + row)
-    greedy = (temperature < 1e-6) | (tl.load(top_k_ptr + row) == 1)
-    return tl.where(greedy, 1.0, temperature), greedy
+    # The fast logarithm has an absolute error of 2^-22: near 0 the series serves, it loses nothing there.
+    series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))
+    far = -_log(tl.maximum(1.0 - u, 1.4901161193847656e-08), FAST)
+    return -_log(tl.where(u < 0.03125, series, far), FAST)
 
 
 @jit
 def _sample_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, threshold_ptr, seeds_ptr, positions_ptr, out_ptr, best_ptr, ids_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, least_ptr, seeds_ptr, positions_ptr, out_ptr, best_ptr, ids_ptr,
     done_ptr, V, stride, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    GREEDY: tl.constexpr, FILTER: tl.constexpr,
+    GREEDY: tl.constexpr, FILTER: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     row_ptr = logits_ptr + row.to(tl.int64) * stride
-    temperature = 1.0
+    scale = 1.0
     greedy = True
+    if FILTER:
+        least = tl.load(least_ptr + row)
     if not GREEDY:
-        temperature, greedy = _row_temperature(temperature_ptr, top_k_ptr, row)
+        scale, greedy = row_scale(temperature_ptr, top_k_ptr, row)
         seed = tl.load(seeds_ptr + row)
         low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
         position = tl.load(positions_ptr + row).to(tl.uint32)
@@ -79,11 +70,12 @@ def _sample_kernel(
     best_id = split * CHUNK + tl.arange(0, BLOCK)
     for offset in tl.static_range(0, CHUNK, BLOCK):
         ids = split * CHUNK + offset + tl.arange(0, BLOCK)
-        z = _load_logits(row_ptr, ids, V, temperature)
+        z = load_logits(row_ptr, ids, V)
         if FILTER:
-            z = tl.where(z < tl.load(threshold_ptr + row), float("-inf"), z)
+            z = tl.where(z < least, float("-inf"), z)
+        z *= scale
         if not GREEDY:
-            z += tl.where(greedy, 0.0, _noise(ids, key0, key1))
+            z += tl.where(greedy, 0.0, _noise(ids, key0, key1, FAST))
         better = z > best  # ties stay with the lower id
         best = tl.where(better, z, best)
         best_id = tl.where(better, ids, best_id)
@@ -100,78 +92,6 @@ def _sample_kernel(
         tl.store(out_ptr + row, tl.min(tl.where(tops == tl.max(tops, 0), top_ids, 0x7FFFFFFF), 0))
 
 
-@jit
-def _key(z):
-    """int32 that orders as the float32 z does."""
-    bits = z.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@jit
-def _weigh(row_ptr, V, temperature, top, floor, pivots, MASS: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr):
-    """float32 [P]: per pivot the number (or probability mass) of tokens with floor <= key and pivot < key."""
-    total = tl.zeros([BLOCK, P], tl.float32)
-    for offset in range(0, V, BLOCK):
-        ids = offset + tl.arange(0, BLOCK)
-        z = _load_logits(row_ptr, ids, V, temperature)
-        key = _key(z)
-        weight = tl.exp(z - top) if MASS else tl.full([BLOCK], 1.0, tl.float32)
-        weight = tl.where((ids < V) & (key >= floor), weight, 0.0)
-        total += tl.where(key.to(tl.int64)[:, None] > pivots[None, :], weight[:, None], 0.0)
-    return tl.sum(total, 0)
-
-
-@jit
-def _bisect(
-    row_ptr, V, temperature, top, floor, low, high, target, MASS: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr
-):
-    """The least key in low .. high beyond which the weight is under target (at high it is)."""
-    j = tl.arange(0, P)
-    while low < high:
-        pivots = low + (high - low) * (j + 1) // (P + 1)
-        under = _weigh(row_ptr, V, temperature, top, floor, pivots, MASS, BLOCK, P) < target
-        new_low = tl.max(tl.where(under, low, pivots + 1), 0)
-        high = tl.min(tl.where(under, pivots, high), 0)
-        low = new_low
-    return low
-
-
-@jit
-def _threshold_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, V, stride, BLOCK: tl.constexpr,
-    P: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    row_ptr = logits_ptr + row.to(tl.int64) * stride
-    temperature, greedy = _row_temperature(temperature_ptr, top_k_ptr, row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    threshold = float("-inf")
-    if (not greedy) & ((top_k < V) | (top_p < 1.0) | (min_p > 0.0)):
-        most = tl.full([BLOCK], float("-inf"), tl.float32)
-        least = tl.full([BLOCK], float("inf"), tl.float32)
-        for offset in range(0, V, BLOCK):
-            ids = offset + tl.arange(0, BLOCK)
-            z = _load_logits(row_ptr, ids, V, temperature)
-            most = tl.maximum(most, z)
-            least = tl.minimum(least, tl.where(ids < V, z, float("inf")))
-        top = tl.max(most, 0)
-        low = _key(tl.min(least, 0)).to(tl.int64)
-        high = _key(top).to(tl.int64)
-        if (top_k < V) & (low < high):
-            low = _bisect(row_ptr, V, temperature, top, low, low, high, top_k.to(tl.float32), False, BLOCK, P)
-        if (top_p < 1.0) & (low < high):
-            whole = _weigh(row_ptr, V, temperature, top, low, low - 1 + tl.zeros([P], tl.int64), True, BLOCK, P)
-            target = top_p * tl.max(whole, 0)
-            low = _bisect(row_ptr, V, temperature, top, low, low, high, target, True, BLOCK, P)
-        low32 = low.to(tl.int32)
-        threshold = (low32 ^ ((low32 >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        if min_p > 0.0:
-            threshold = tl.maximum(threshold, top + tl.log(min_p))
-    tl.store(threshold_ptr + row, threshold)
-
-
 def launch_sample(
     logits_NV: Tensor,
     *,
@@ -184,35 +104,24 @@ def launch_sample(
     all_greedy: bool,
     any_filter: bool,
 ) -> Tensor:
-    """Triton launch of `sample`: one launch, one more with filters."""
+    """Triton launch of `sample`: one launch, and the bisection of sample_filter.py with filters."""
     rows, vocabulary = logits_NV.shape
     device = logits_NV.device
     out = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
         return out
     filtered = any_filter and not all_greedy
-    threshold = launch_threshold(logits_NV, temperature_N, top_k_N, top_p_N, min_p_N) if filtered else None
+    least = least_logits(logits_NV, temperature_N, top_k_N, top_p_N, min_p_N) if filtered else None
     splits = -(-vocabulary // CHUNK)
     best = torch.empty(rows * splits, dtype=torch.float32, device=device)
     ids = torch.empty(rows * splits, dtype=torch.int32, device=device)
     _sample_kernel[(rows * splits,)](
-        logits_NV, temperature_N, top_k_N, threshold, seeds_N, positions_N, out, best, ids,
+        logits_NV, temperature_N, top_k_N, least, seeds_N, positions_N, out, best, ids,
         counters(device, max(next_power_of_2(rows), 4096)), vocabulary, logits_NV.stride(0), SPLITS=splits,
-        SPLITS_P=next_power_of_2(splits), CHUNK=CHUNK, BLOCK=BLOCK, GREEDY=all_greedy, FILTER=filtered, num_warps=4,
+        SPLITS_P=next_power_of_2(splits), CHUNK=CHUNK, BLOCK=BLOCK, GREEDY=all_greedy, FILTER=filtered,
+        FAST=logits_NV.is_cuda, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def launch_threshold(
-    logits_NV: Tensor, temperature_N: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
-) -> Tensor:
-    """float32 [N]: tokens whose logit over temperature lies below it are filtered out; -inf for rows without filter."""
-    threshold = torch.empty(len(logits_NV), dtype=torch.float32, device=logits_NV.device)
-    _threshold_kernel[(len(logits_NV),)](
-        logits_NV, temperature_N, top_k_N, top_p_N, min_p_N, threshold, logits_NV.shape[1], logits_NV.stride(0),
-        BLOCK=min(BLOCK, next_power_of_2(logits_NV.shape[1])), P=8, num_warps=16,
-    )  # fmt: skip
-    return threshold
 
 
 @jit
@@ -259,6 +168,8 @@ def launch_logprobs_of(
             logits_NV, temperature_N, ids_N, chosen, total, parts, counters(device, max(next_power_of_2(rows), 4096)),
             vocabulary, logits_NV.stride(0), SPLITS=splits, SPLITS_P=next_power_of_2(splits), CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
+    if top_n == 0:
+        return chosen, torch.empty(rows, 0, dtype=torch.int32, device=device), total.new_empty(rows, 0)
     top, ids = logits_NV.topk(top_n, -1)
     temperature_N1 = torch.where(temperature_N < 1e-6, 1.0, temperature_N)[:, None]
     return chosen, ids.to(torch.int32), top.float() / temperature_N1 - total[:, None]
