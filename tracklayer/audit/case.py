@@ -76,7 +76,7 @@ class Case:
         """bool [N]: the sets are the reference's for row t and column l, up to near ties; False outside."""
         scores = scores or self.scores
         position_N = t_N + self.start
-        inside_N = (t_N >= 0) & (position_N < len(scores)) & (l_N >= 0) & (l_N < len(scores.layer_ids))
+        inside_N = (position_N >= 0) & (position_N < len(scores)) & (l_N >= 0) & (l_N < len(scores.layer_ids))
         result = np.zeros(len(ids_NK), bool)
         if inside_N.any():
             deficit = scores.deficit(ids_NK[inside_N], position_N[inside_N], l_N[inside_N])

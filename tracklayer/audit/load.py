@@ -124,8 +124,9 @@ def _misfit(
         both = "; or ".join(f"{r} rows x {c} layers ({axis}) x {w}" for (r, c, w), axis in readings.items())
         return f"{got} can be read as {both}: declare --layers"
     return (
-        f"{got} do not fit {num_tokens} tokens from position {recorded.start}: expected {num_tokens - 1 - recorded.start} "
-        f"rows (or one more) of {len(shape.layer_ids)} MoE layers or all {shape.num_hidden_layers}, {shape.top_k} experts"
+        f"{got} do not fit {num_tokens} tokens from position {recorded.start}: expected "
+        f"{num_tokens - 1 - recorded.start} rows (or one more) of {len(shape.layer_ids)} MoE layers or all "
+        f"{shape.num_hidden_layers}, {shape.top_k} experts"
     )
 
 
