@@ -52,6 +52,9 @@ class Reference:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.routes: dict[int, torch.Tensor] = {}
+        if not isinstance(model, torch.nn.Module):  # a plain model, which says its routes itself
+            self.routes = model.routes
+            return
         for name, module in model.named_modules():
             kind = type(module).__name__
             if kind == "Llama4Router":

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints: built by transformers, or by a plain reference where it has no class; rows in tiny_variants."""
+"""Tiny random checkpoints: built by transformers, or by a plain model where it has no class; rows in tiny_variants."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 import transformers
+from reference_models.plain import MODELS
 from safetensors.torch import save_file
-from tiny_variants import COMMON, VARIANTS
+from tiny_variants import COMMON
+from tiny_variants import VARIANTS as BUILT
+
+VARIANTS: dict[str, Any] = BUILT | MODELS
 
 
 def build(variant: str, seed: int = 0, **overrides: Any) -> Any:
     """A float32 model of the variant with random weights: norms and biases too, so that no term hides."""
+    if variant in MODELS:
+        return MODELS[variant](seed, **overrides)
     config_class, model_class, differences = VARIANTS[variant]
     settings = {key: value for key, value in {**COMMON, **differences, **overrides}.items() if value is not ...}
     config = getattr(transformers, config_class)(**settings)
@@ -55,19 +61,23 @@ class WithHead(torch.nn.Module):
 def save(variant: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
     """Build and save; returns the model as the reference."""
     model = build(variant, seed, **overrides)
-    if variant in HUB_FORMS:
-        tensors, config = HUB_FORMS[variant](dict(model.state_dict()), {**VARIANTS[variant][2], **overrides})
+    if variant in MODELS or variant in HUB_FORMS:
+        if variant in MODELS:
+            tensors, config = model.tensors, model.config
+        else:
+            tensors, config = HUB_FORMS[variant](dict(model.state_dict()), {**VARIANTS[variant][2], **overrides})
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps({**COMMON, **config}))
+        (folder / "config.json").write_text(json.dumps({**SPECIAL, **config}))
     else:
         model.save_pretrained(folder)
     return model
 
 
-def step_form(
-    tensors: dict[str, torch.Tensor], config: dict[str, Any]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+Form = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def step_form(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Form:
     """Step's published form: experts stacked per projection below `moe`, config keys of its own."""
     out = {}
     for name, tensor in tensors.items():
@@ -80,9 +90,42 @@ def step_form(
         else:
             out[name.replace("moe.experts.down_proj", "moe.down_proj.weight")] = tensor
     renamed = {"num_key_value_heads": "num_attention_groups", "n_routed_experts": "moe_num_experts"}
-    config = {renamed.get(key, key): value for key, value in {**config, "num_key_value_heads": 2}.items()}
+    config = {renamed.get(key, key): value for key, value in {**COMMON, **config}.items()}
     config |= {"architectures": ["Step3p5ForCausalLM"], "moe_top_k": config.pop("num_experts_per_tok")}
     return out, config
 
 
-HUB_FORMS = {"step3p5": step_form}
+def ling_form(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Form:
+    """Ling-2.0 out of the same model as GLM-4-MoE: q, k and v fused, other names."""
+    names = {
+        "self_attn.o_proj": "attention.dense",
+        "self_attn.q_norm": "attention.query_layernorm",
+        "self_attn.k_norm": "attention.key_layernorm",
+        "model.embed_tokens": "model.word_embeddings",
+        "gate.e_score_correction_bias": "gate.expert_bias",
+    }
+    out = {}
+    for name, tensor in tensors.items():
+        if re.search(r"[kv]_proj", name):
+            continue
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        if name.endswith("self_attn.q_proj.weight"):
+            whole = [tensors[name.replace("q_proj", f"{p}_proj")] for p in "qkv"]
+            name, tensor = name.replace("self_attn.q_proj", "attention.query_key_value"), torch.cat(whole)
+        base, stacked, _ = name.partition(".experts.")
+        for j, expert in enumerate(tensor if stacked else ()):
+            if name.endswith("gate_up_proj"):
+                gate, up = expert.chunk(2)
+                out |= {f"{base}.experts.{j}.gate_proj.weight": gate, f"{base}.experts.{j}.up_proj.weight": up}
+            else:
+                out[f"{base}.experts.{j}.down_proj.weight"] = expert
+        if not stacked:
+            out[name] = tensor
+    renamed = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    config = {renamed.get(key, key): value for key, value in {**COMMON, **config}.items()}
+    return out, {**config, "architectures": ["BailingMoeV2ForCausalLM"], "rms_norm_eps": 1e-5}
+
+
+SPECIAL = {key: COMMON[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id")}
+HUB_FORMS = {"step3p5": step_form, "bailing_moe_v2": ling_form}

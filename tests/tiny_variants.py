@@ -162,6 +162,23 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    "bailing_moe_v2": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            **MOE,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "head_dim": 16,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     "dots1": (
         "Dots1Config",
         "Dots1ForCausalLM",
