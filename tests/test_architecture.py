@@ -1,6 +1,7 @@
 """The rules of the house, as tests: imports point one way, caps hold, a route has one birthplace.
 
-Most are read from the syntax tree; what a module loads is tried in a fresh interpreter.
+Most are read from the syntax tree; what a module loads is tried in a fresh interpreter. That every family is compared
+with a model that is not ours stands in test_families.py.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MAY_IMPORT = {
     "replay": {"routes", "kernels", "config"},
     "audit": {"routes", "replay", "config"},
     "rl": {"engine", "replay", "routes", "types", "config"},
+    "bench": {"engine", "runner", "models", "layers", "types", "config"},
     "demo": {"server", "engine", "replay", "routes", "types", "config"},
 }
 # What a part may import from outside the standard library; parts not named here may import anything.
@@ -61,7 +63,8 @@ NUMPY_ONLY = [
     "tracklayer.scheduler.scheduler",
 ]
 NO_TORCH = ["tracklayer.engine.client", "tracklayer.engine.frontend"]
-ROUTING_BIRTHPLACES = {"kernels/topk.py", "kernels/route.py", "layers/router.py"}
+# The router's reference and its kernels, and the layer that calls them.
+ROUTING_BIRTHPLACES = {"layers/router.py"} | {f"kernels/{name}.py" for name in ("topk", "select", "route", "route_few")}
 ROUTERS = {"TopK", "HashTopK"}
 
 
@@ -112,13 +115,17 @@ def is_call_of(node: ast.AST, names: set[str]) -> bool:
     )
 
 
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
 def report(found: list[str]) -> None:
     assert not found, "\n" + "\n".join(found)
 
 
 def test_the_checks_look_at_something():
     assert len(FILES) > 20
-    assert {name_of(p) for p in FILES} >= ROUTING_BIRTHPLACES - {"kernels/route.py"}
+    assert {name_of(p) for p in FILES} >= ROUTING_BIRTHPLACES
 
 
 def test_imports_point_one_way():
@@ -203,8 +210,7 @@ def test_functions_stay_small():
     for path, node in nodes((ast.FunctionDef, ast.AsyncFunctionDef)):
         lines = (node.end_lineno or 0) - node.lineno + 1
         # A kernel is one function by nature of its compiler; its file's cap bounds it.
-        kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
-        if lines > FUNCTION_LINES and not kernel:
+        if lines > FUNCTION_LINES and not is_kernel(node):
             found.append(f"{name_of(path)}:{node.lineno}: {node.name} has {lines} lines, the cap is {FUNCTION_LINES}")
     report(found)
 
@@ -276,11 +282,11 @@ def test_no_broad_except_swallows():
 
 
 def kernel_functions() -> dict[str, ast.FunctionDef]:
-    """Module-level functions of kernels/ by name (no name stands twice)."""
+    """Module-level functions of kernels/ that Python calls, by name (no name stands twice)."""
     found: dict[str, ast.FunctionDef] = {}
     for path in sorted((PACKAGE / "kernels").glob("*.py")):
         for node in tree_of(path).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not is_kernel(node):
                 assert node.name not in found, f"{node.name} stands twice in kernels/"
                 found[node.name] = node
     return found
@@ -294,26 +300,53 @@ def launches(function: ast.FunctionDef) -> bool:
     return any(isinstance(name, ast.Name) and "kernel" in name.id for name in launched)
 
 
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Every variable, attribute and imported name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name.split(".")[-1]
+
+
+def users_of_kernel_functions() -> dict[str, set[str]]:
+    """Which functions of kernels/ name which others, private ones included."""
+    users: dict[str, set[str]] = {}
+    for path in (PACKAGE / "kernels").glob("*.py"):
+        for outer in tree_of(path).body:
+            if isinstance(outer, ast.FunctionDef):
+                for name in names_in(outer):
+                    users.setdefault(name, set()).add(outer.name)
+    return users
+
+
 def test_every_launcher_has_a_reference():
-    """Each function that launches a kernel, or an op that calls it, has a `_ref` twin in torch."""
-    functions = kernel_functions()
-    callers: dict[str, set[str]] = {}
-    for name, node in functions.items():
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name):
-                callers.setdefault(inner.func.id, set()).add(name)
+    """Each function that launches a kernel, or an op that leads to it, has a `_ref` twin in torch."""
+    functions, users = kernel_functions(), users_of_kernel_functions()
     found = []
     for name, node in functions.items():
         reached, front = {name}, {name}
         while front:
-            front = {c for f in front for c in callers.get(f, ())} - reached
+            front = {user for f in front for user in users.get(f, ())} - reached
             reached |= front
         if launches(node) and not any(f"{op}_ref" in functions for op in reached):
-            found.append(f"{name} launches a kernel but neither it nor its callers have a _ref")
+            found.append(f"{name} launches a kernel but nothing that leads to it has a _ref")
     report(found)
 
 
+def arguments(function: ast.FunctionDef) -> dict[str, str]:
+    """Each argument by name, with its default; `config` (tile sizes of a tuned op) left out."""
+    args = function.args
+    places = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(places) - len(args.defaults)) + list(args.defaults)
+    pairs = [*zip(places, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    return {arg.arg: ast.unparse(default) if default else "" for arg, default in pairs if arg.arg != "config"}
+
+
 def test_reference_and_op_take_the_same_arguments():
+    """An op may take further ones at the end, with defaults: hints that make it faster and change no result."""
     functions = kernel_functions()
     refs = [name for name in functions if name.endswith("_ref")]
     assert refs
@@ -322,40 +355,16 @@ def test_reference_and_op_take_the_same_arguments():
         op = ref.removesuffix("_ref")
         if op not in functions:
             found.append(f"{ref} has no {op}")
-        elif ast.unparse(functions[op].args) != ast.unparse(functions[ref].args):
-            found.append(f"{op}({ast.unparse(functions[op].args)}) but {ref}({ast.unparse(functions[ref].args)})")
+            continue
+        ours, theirs = list(arguments(functions[op]).items()), list(arguments(functions[ref]).items())
+        if ours[: len(theirs)] != theirs or not all(default for _, default in ours[len(theirs) :]):
+            found.append(f"{op}{ours} but {ref}{theirs}")
     report(found)
 
 
-def words_of_tests(pattern: str = "*.py") -> set[str]:
-    """Every identifier and string constant in the tests."""
-    words: set[str] = set()
-    for path in (ROOT / "tests").rglob(pattern):
-        if path == Path(__file__):
-            continue
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Name):
-                words.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                words.add(node.attr)
-            elif isinstance(node, ast.alias):
-                words.add(node.name.split(".")[-1])
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                words.add(node.value)
-    return words
-
-
 def test_every_op_is_tested():
-    words = words_of_tests()
+    """A test names it, its launcher or its reference."""
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    words = {name for path in tests for name in names_in(tree_of(path))}
     ops = [name.removesuffix("_ref") for name in kernel_functions() if name.endswith("_ref")]
-    report([f"no test names {op}" for op in ops if op not in words])
-
-
-def test_every_family_has_a_parity_test():
-    pytest.importorskip("torch")
-    from tracklayer.models.registry import all_families
-
-    words = words_of_tests("*parity*.py")
-    names = {family.name for family in all_families()}
-    assert len(names) >= 5
-    report([f"no parity test names the family {name}" for name in sorted(names - words)])
+    report([f"no test names {op}" for op in ops if not words & {op, f"{op}_ref", f"launch_{op}"}])

@@ -26,7 +26,6 @@ COMMANDS = {
     "bench": Command("tracklayer.bench.cli", "measure throughput, latency and the cost of recording", "serve"),
     "audit": Command("tracklayer.audit.cli", "compare routes of any engine with a reference model", "audit"),
     "scan": Command("tracklayer.audit.scan_cli", "find routers that are built without a layer id in a source tree"),
-    "bench": Command("tracklayer.bench.cli", "measure throughput, latency and the cost of recording", "serve"),
 }
 
 
