@@ -91,6 +91,35 @@ def test_npy_is_numpys_own_format() -> None:
     assert array.dtype == np.int16 and (array[2, 1] == -1).all()
 
 
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", ">i4", "|u1"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npy_files_of_others(version: tuple[int, int], dtype: str, order: str) -> None:
+    routes = random_routes(5)
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.asarray(routes.experts_TLK.astype(dtype), order=order), version)
+    assert decode(file.getvalue(), "npy", SHAPE) == routes
+    with pytest.raises(UserError, match=r"ids do not fill the shape|not a whole number"):
+        decode(file.getvalue()[:-1], "npy", SHAPE)
+
+
+def test_unchecked_reading_is_for_what_was_checked() -> None:
+    routes = random_routes(5)
+    assert decode(encode_sglang(routes), "sglang_moe", SHAPE, check=False) == routes
+    assert decode_packed(encode_packed(routes), check=False) == routes
+    same = np.zeros((5, 3, 3), np.int32)
+    same[0, 0] = (1, 2, 61)
+    with pytest.raises(UserError, match="expert id 61"):  # what a cast would lose is looked at even then
+        decode(base64.b64encode(same.tobytes()).decode(), "sglang_moe", SHAPE, check=False)
+
+
+def test_encoded_arrays_are_the_callers_own() -> None:
+    routes = random_routes(5)
+    array = encode(routes, "megatron", dtype="uint8")
+    array[:] = 9
+    assert routes == random_routes(5)
+
+
 @pytest.mark.parametrize(("experts", "width"), [(255, 1), (256, 1), (257, 2), (512, 2), (768, 2), (40_000, 4)])
 def test_width_is_chosen_from_the_expert_count_and_declared(experts: int, width: int) -> None:
     """More than 256 experts in a byte is how 7,400 calls once failed."""

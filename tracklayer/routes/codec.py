@@ -69,7 +69,8 @@ def _base64_text(routes: Routes, form: Form, shape: RouteShape, dtype: np.dtype[
 
 def _wire_array(routes: Routes, form: Form, shape: RouteShape, dtype: np.dtype[Any]) -> Array:
     """The ids as they lie on the wire: C-contiguous, little-endian."""
-    ids = routes.to(dtype, missing=form.missing)
+    as_kept = dtype == routes.dtype and routes.complete
+    ids = routes.experts_TLK if as_kept else routes.to(dtype, missing=form.missing)
     if form.layers == "all" and shape.columns("all") != len(routes.layer_ids):
         wide = np.full((len(routes), shape.columns("all"), routes.top_k), form.dense or 0, dtype)
         wide[:, _column_index(shape.layer_ids)] = ids
@@ -103,12 +104,12 @@ def _pack(ids: Array, container: str, start: int) -> Any:
         case "bytes":
             return bytes(flat)
         case "npy" | "npy_base64":
-            file = io.BytesIO()
-            np.save(file, ids, allow_pickle=False)
-            blob = file.getbuffer()
-            return bytes(blob) if container == "npy" else binascii.b2a_base64(blob, newline=False).decode("ascii")
+            header = io.BytesIO()
+            np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(ids))
+            blob = b"".join([header.getvalue(), flat])
+            return blob if container == "npy" else binascii.b2a_base64(blob, newline=False).decode("ascii")
         case "array":
-            return ids
+            return np.array(ids)
         case "list":
             return ids.tolist()
         case "raw":
@@ -127,6 +128,7 @@ def decode(
     start: int = 0,
     num_tokens: int | None = None,
     shared_columns: int = 0,
+    check: bool = True,
     **declared: Any,
 ) -> Routes:
     """Read a payload in a form of FORMS (or a Form of your own); keywords change its fields, e.g. dtype="uint8".
@@ -134,6 +136,7 @@ def decode(
     start           position of the first row (the offset that the producer was asked for, or says)
     num_tokens      S, tokens of the whole sequence, the last sampled one included; with it the row count is checked
     shared_columns  columns of shared experts behind the K routed ones, cut off
+    check           examine the ids (see `Routes`); False only for what this package wrote and nothing altered
     Raises UserError for a size that no reading explains or that two explain, for ids in dense layers' columns,
     and for what `Routes` refuses.
     """
@@ -152,7 +155,7 @@ def decode(
         if zero_TL.any():
             ids = ids.astype(np.int32)
             ids[zero_TL] = -1
-    return Routes(ids, shape.layer_ids, shape.num_experts, start)
+    return Routes(ids, shape.layer_ids, shape.num_experts, start, check=check)
 
 
 def _unpack(payload: Any, form: Form, start: int) -> tuple[Array, int]:
@@ -165,10 +168,7 @@ def _unpack(payload: Any, form: Form, start: int) -> tuple[Array, int]:
             return _from_bytes(blob, form.dtype), start
         case "npy" | "npy_base64":
             blob = payload if form.container == "npy" else _text_to_bytes(payload, "base64")
-            try:
-                return np.load(io.BytesIO(blob), allow_pickle=False), start
-            except (ValueError, EOFError, OSError) as error:
-                raise UserError(f"not a .npy file: {error}") from error
+            return _from_npy(blob), start
         case "raw":
             keys = ("data", "shape", "dtype")
             if not isinstance(payload, Mapping) or any(key not in payload for key in keys):
@@ -213,7 +213,20 @@ def _from_bytes(blob: Any, dtype: str) -> Array:
     size_bytes = memoryview(blob).nbytes
     if size_bytes % kind.itemsize:
         raise UserError(f"{size_bytes} bytes are not a whole number of {dtype}")
-    return np.frombuffer(blob, kind.newbyteorder("<"))
+    return np.frombuffer(blob, kind if kind.byteorder in "<>" else kind.newbyteorder("<"))
+
+
+def _from_npy(blob: bytes) -> Array:
+    """The array of a .npy file, a view of its bytes."""
+    file = io.BytesIO(blob)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran_order, dtype = read(file)
+    except (ValueError, EOFError) as error:
+        raise UserError(f"not a .npy file: {error}") from error
+    ids = _from_bytes(memoryview(blob)[file.tell() :], dtype.str)
+    return _reshape(ids, shape[::-1]).T if fortran_order else _reshape(ids, shape)
 
 
 def _reshape(ids: Array, shape: Any) -> Array:
@@ -323,8 +336,11 @@ def encode_packed(routes: Routes, *, binary: bool = False) -> dict[str, Any]:
     }
 
 
-def decode_packed(payload: Mapping[str, Any]) -> Routes:
-    """Read `encode_packed`'s object, binary or not. Raises UserError for another format, type or size."""
+def decode_packed(payload: Mapping[str, Any], *, check: bool = True) -> Routes:
+    """Read `encode_packed`'s object, binary or not; `check` as in `decode`.
+
+    Raises UserError for another format, type or size.
+    """
     if not isinstance(payload, Mapping) or payload.get("format") != PACKED:
         raise UserError(f"packed routes are an object with format {PACKED!r}, got {_brief(payload)}")
     lacking = [key for key in ("dtype", "shape", "start", "layer_ids", "num_experts", "data") if key not in payload]
@@ -336,4 +352,4 @@ def decode_packed(payload: Mapping[str, Any]) -> Routes:
     data = payload["data"]
     blob = _text_to_bytes(data, "base64") if isinstance(data, str) else data
     ids_TLK = _reshape(_from_bytes(blob, payload["dtype"]), shape)
-    return Routes(ids_TLK, payload["layer_ids"], num_experts, int(payload["start"]))
+    return Routes(ids_TLK, payload["layer_ids"], num_experts, int(payload["start"]), check=check)
