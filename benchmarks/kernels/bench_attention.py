@@ -97,7 +97,8 @@ def prefill(sweep: bool) -> list[dict]:
     for name, (lens, counts) in PREFILLS.items():
         flop = sum(4.0 * N * D * (c * n - c * (c - 1) / 2) for n, c in zip(lens, counts, strict=True))
         kw = paged(lens, counts)
-        bounds = dict(max_query=max(counts), max_len=max(lens))
+        decodes = sum(c == 1 for c in counts)
+        bounds = dict(max_query=max(counts), max_len=max(lens), num_decodes=decodes)
         results.append(row(f"prefill {name}", time_us([partial(paged_attention, **kw, **bounds)] * 3), flop=flop))
         for block_m, block, warps, stages in SCHEDULES if sweep and name in SWEPT_PREFILLS else ():
             schedule = dict(block_m=block_m, block=block, warps=warps, stages=stages)

@@ -43,6 +43,18 @@ def test_attention_large(case):
     assert error(paged_attention(*tensors, **keywords), want.double().cpu().numpy()) < 1e-2
 
 
+def test_whole_prompts_and_decodes_apart():
+    """The library's path for equal whole prompts, and decodes served apart, agree with the paged reference."""
+    case = Case([1024] * 3, [1024] * 3, 32, 4, 128, 128)
+    (q, k, v), keywords = build(case, torch.bfloat16, "cuda")
+    slots = torch.cat([keywords["slot_table_RC"][row, :1024] for row in keywords["rows_B"]]).long()
+    want = paged_attention_ref(q.float(), k.float(), v.float(), **keywords).double().cpu().numpy()
+    assert error(paged_attention(q, k, v, step_kv=(k[slots], v[slots]), **keywords), want) < 1e-2
+    tensors, keywords = build(Case([1] * 9 + [300, 1], [77] * 9 + [400, 5], 32, 4, 128, 128), torch.bfloat16, "cuda")
+    want = paged_attention_ref(*(x.float() for x in tensors), **keywords).double().cpu().numpy()
+    assert error(paged_attention(*tensors, num_decodes=9, **keywords), want) < 1e-2
+
+
 def test_decode_in_a_graph_follows_lens():
     """Captured at one length, replayed at others: the grid does not depend on lens."""
     case = Case([1] * 5, [600, 20, 300, 1, 77], 32, 4, 128, 128)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from attention_cases import DECODE, MIXED, Case, build, error, exact
 
+from tracklayer.kernels.attention import launch_paged_attention
 from tracklayer.kernels.attention_decode import paged_decode
 from tracklayer.kernels.attention_prefill import paged_prefill
 
@@ -50,3 +51,10 @@ def test_prefill_of_whole_prompts_without_a_cache(options):
     keywords["slot_table_RC"] = keywords["rows_B"] = None
     out = paged_prefill(q, k, v, **without(keywords, "max_query", "max_len"), block=16, block_m=16)
     assert error(out, want) < BOUND
+
+
+def test_decodes_beside_a_prompt():
+    """The first sequences go through the decode kernel, the others through the prefill kernel, into one result."""
+    tensors, keywords = build(Case([1, 1, 1, 21, 1], [40, 3, 17, 30, 9]))
+    out = launch_paged_attention(*tensors, num_decodes=3, **without(keywords, "max_query"))
+    assert error(out, exact(*tensors, **keywords)) < BOUND

@@ -12,10 +12,12 @@ The rule, for query head n of the token at position p, over the cached positions
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracklayer.kernels.attention_decode import paged_decode
 from tracklayer.kernels.attention_prefill import paged_prefill
@@ -40,27 +42,77 @@ def paged_attention(
     sinks_N: Tensor | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
+    num_decodes: int = 0,
+    step_kv: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend; the step's own keys and values are in the caches already. Returns [T, N, E] in q's dtype.
 
     Sequence b: its query tokens starts_B1[b] .. starts_B1[b+1] are its last positions, lens_B[b] tokens of it are in
     the cache, position p lies at slot slot_table_RC[rows_B[b], p]. Index tensors int32; max_query and max_len are
     host ints, upper bounds of the query tokens and of lens (max_query == 1: exactly one token a sequence, T == B).
+    num_decodes: that many first sequences have one token each (the decode kernel serves them apart from the others).
+    step_kv: this step's own (k [T, H, D], v [T, H, E]), if at hand: whole prompts of one length then need no cache.
     A sequence with lens 0 (padding) gets zeros. Tokens outside every sequence are not written.
     Raises ValueError when the head counts or widths do not fit together.
     """
     _check(q_TND, k_SHD, v_SHE)
-    if use_triton(q_TND):
-        rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk)
-        where = dict(slot_table_RC=slot_table_RC, rows_B=rows_B, lens_B=lens_B)
-        if max_query == 1:
-            return paged_decode(q_TND, k_SHD, v_SHE, max_len=max_len, **where, **rule)
-        return paged_prefill(q_TND, k_SHD, v_SHE, starts_B1=starts_B1, **where, **rule)
-    options = dict(
-        slot_table_RC=slot_table_RC, rows_B=rows_B, starts_B1=starts_B1, lens_B=lens_B, max_query=max_query,
-        max_len=max_len, scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk,
-    )  # fmt: skip
-    return paged_attention_ref(q_TND, k_SHD, v_SHE, **options)
+    rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk)
+    where = dict(slot_table_RC=slot_table_RC, rows_B=rows_B, starts_B1=starts_B1, lens_B=lens_B)
+    if not use_triton(q_TND):
+        return paged_attention_ref(q_TND, k_SHD, v_SHE, max_query=max_query, max_len=max_len, **where, **rule)
+    sequences = len(lens_B)
+    plain = window is None and chunk is None and softcap is None and sinks_N is None
+    # The bounds allow it only when every sequence has exactly max_query tokens, all of this step.
+    equal = max_query == max_len and len(q_TND) == sequences * max_query
+    if step_kv is not None and plain and equal and _for_library(q_TND, v_SHE, max_query):
+        return whole_prompts(q_TND, *step_kv, sequences=sequences, scale=scale)
+    return launch_paged_attention(q_TND, k_SHD, v_SHE, num_decodes=sequences if max_query == 1 else num_decodes,
+                                  max_len=max_len, **where, **rule)  # fmt: skip
+
+
+def launch_paged_attention(
+    q_TND: Tensor,
+    k_SHD: Tensor,
+    v_SHE: Tensor,
+    *,
+    slot_table_RC: Tensor,
+    rows_B: Tensor,
+    starts_B1: Tensor,
+    lens_B: Tensor,
+    num_decodes: int,
+    max_len: int,
+    **rule: Any,
+) -> Tensor:
+    """Triton launches of `paged_attention`: the first num_decodes sequences, then the others, into one result."""
+    out_TNE = q_TND.new_empty(*q_TND.shape[:2], v_SHE.shape[2])
+    n = num_decodes
+    if n:
+        paged_decode(
+            q_TND[:n], k_SHD, v_SHE, slot_table_RC=slot_table_RC, rows_B=rows_B[:n], lens_B=lens_B[:n],
+            max_len=max_len, out_TNE=out_TNE[:n], **rule,
+        )  # fmt: skip
+    if n < len(lens_B):
+        paged_prefill(
+            q_TND, k_SHD, v_SHE, slot_table_RC=slot_table_RC, rows_B=rows_B[n:], starts_B1=starts_B1[n:],
+            lens_B=lens_B[n:], out_TNE=out_TNE, **rule,
+        )  # fmt: skip
+    return out_TNE
+
+
+def _for_library(q_TND: Tensor, v_SHE: Tensor, length: int) -> bool:
+    """cuDNN is faster for long whole prompts, but plans anew for each shape: let it see few lengths."""
+    return (
+        length >= 1024 and length % 512 == 0 and q_TND.element_size() == 2 and q_TND.shape[2] == v_SHE.shape[2] <= 128
+    )
+
+
+def whole_prompts(q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, *, sequences: int, scale: float) -> Tensor:
+    """Causal attention of whole prompts of one length by torch's library kernels, cuDNN first."""
+    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q_TND, k_THD, v_THE))
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _check(q_TND: Tensor, k_SHD: Tensor, v_SHE: Tensor) -> None:

@@ -88,11 +88,12 @@ def _prefill_kernel(
         i = base + tl.arange(0, SEARCH)
         begin = tl.load(starts_ptr + i, mask=i < sequences, other=0) * G // M + i
         b += tl.sum(((i < sequences) & (begin <= block)).to(tl.int32), 0)
+    b = tl.maximum(b, 0)  # blocks of tokens before the first sequence are left out below
     start = tl.load(starts_ptr + b)
     count = tl.load(starts_ptr + b + 1) - start
     row0 = (block - (start * G // M + b)) * M
     length = tl.load(lens_ptr + b)
-    if row0 >= count * G:
+    if (row0 < 0) | (row0 >= count * G):
         return
 
     r = row0 + tl.arange(0, M)

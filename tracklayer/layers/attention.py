@@ -65,6 +65,8 @@ class Attention(nn.Module):
             rope_dim=spec.rope.dim if spec.rope else 0,
             interleaved=bool(spec.rope and spec.rope.interleaved),
         )
+        kv_TX = qkv_TX[:, spec.num_heads * spec.head_dim :]  # k is finished in place
+        k_TX, v_TX = kv_TX.split([spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim], -1)
         if spec.q_temperature is not None:
             growth, step = spec.q_temperature
             factor_T = 1 + growth * torch.log1p(torch.floor((batch.positions_T + 1) / step))
@@ -84,6 +86,8 @@ class Attention(nn.Module):
             sinks_N=self.sinks,
             softcap=spec.softcap,
             chunk=spec.chunk,
+            num_decodes=batch.num_decodes,
+            step_kv=tuple(x.unflatten(1, (spec.num_kv_heads, -1)) for x in (k_TX, v_TX)),
         )
         if spec.v_scale != 1.0:  # attention is linear in the values
             out_TNE = out_TNE * spec.v_scale

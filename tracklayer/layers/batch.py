@@ -20,6 +20,7 @@ class Batch:
     lens_B int32         tokens of sequence b in the cache, this step's included
     slot_table_RC int32  slot of every position of every row
     max_query, max_len   upper bounds of tokens a sequence has in this step / in the cache
+    num_decodes          host int: that many first sequences have one token each
     num_tokens_1 int32   [1]: tokens that are not padding; None when none are (only CUDA graphs pad)
     kv                   per attention sublayer: its caches (k_SHD, v_SHD), in model order
     pool_SLK             the route pool's tensor, None when recording is off
@@ -34,6 +35,7 @@ class Batch:
     slot_table_RC: Tensor
     max_query: int
     max_len: int
+    num_decodes: int = 0
     num_tokens_1: Tensor | None = None
     kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool_SLK: Tensor | None = None

@@ -74,6 +74,7 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
         slot_table_RC=rows.slot_table_RC,
         max_query=int(counts.max()),
         max_len=max(s.start + s.num_tokens for s in shares),
+        num_decodes=num_decode,
         kv=caches.kv,
         pool_SLK=caches.pool.tensor_SLK if caches.pool else None,
     )
