@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from tracklayer.kernels import tuning
 from tracklayer.kernels.experts import ExpertSpec, fused_experts
 from tracklayer.kernels.topk import Routing
-from tracklayer.kernels.tuning import DEFAULTS, device_key, pick, table
+from tracklayer.kernels.tuning import FLOAT32, ROOMY, SMALL, TIGHT, default, device_key, pick, table
 
 ACT = {
     "silu": lambda z: z / (1 + math.exp(-z)),
@@ -131,21 +132,34 @@ def test_impossible_experts_are_refused(bad):
         ExpertSpec(**bad)
 
 
-def test_the_largest_entry_not_above_the_batch_holds():
+def test_the_default_goes_by_pairs_per_expert():
+    assert default(1, 8, 4, ROOMY) is SMALL and default(4, 8, 128, ROOMY) is SMALL
+    assert default(4, 2, 8, ROOMY) is ROOMY[8], "8 pairs on 8 experts share them"
+    assert default(256, 8, 128, ROOMY) is ROOMY[24] and default(1 << 20, 8, 8, ROOMY) is ROOMY[float("inf")]
     cpu = torch.device("cpu")
-    assert pick(cpu, 7, 8, 9, 1) is DEFAULTS[1] and pick(cpu, 7, 8, 9, 127) is DEFAULTS[8]
-    assert pick(cpu, 7, 8, 9, 1 << 20) is DEFAULTS[max(DEFAULTS)]
+    assert pick(cpu, (128, 8, 9), 8, 128, torch.bfloat16) is TIGHT[8], "a device of unknown size gets what fits all"
+    assert pick(cpu, (128, 8, 9), 8, 4096, torch.float32) is FLOAT32[float("inf")]
+
+
+def test_the_largest_entry_not_above_the_batch_holds(monkeypatch):
+    monkeypatch.setattr(tuning, "_device", lambda device: ("NVIDIA H200", 232448))
+    rows = table("NVIDIA H200")["128,2048,768"]
+    for num_tokens, entry in ((1, 1), (3, 2), (255, 128), (256, 256), (1 << 20, 16384)):
+        assert pick(torch.device("cpu"), (128, 2048, 768), 8, num_tokens, torch.bfloat16) is rows[entry]
+    assert pick(torch.device("cpu"), (7, 8, 9), 2, 1, torch.bfloat16) is SMALL
     assert device_key("NVIDIA H200") == "nvidia_h200" and table("no such device") == {}
 
 
 def test_shipped_tables_are_whole():
     """Every entry names a form, its tiles and one row height for the sort that both products share."""
-    rows = [DEFAULTS, *table("NVIDIA H200").values()]
-    for row in rows:
-        assert 1 in row, "every batch size needs an entry"
-        for config in row.values():
-            assert config["form"] in ("small", "sorted")
-            for product in (config["up"], config["down"]):
-                assert {"n", "b", "stages", "warps"} <= product.keys()
-                if config["form"] == "sorted":
-                    assert product["tall"] in ("weights", "rows") and product["m"] == config["up"]["m"]
+    configs = [SMALL, *ROOMY.values(), *TIGHT.values(), *FLOAT32.values()]
+    for rows in table("NVIDIA H200").values():
+        assert 1 in rows, "every batch size needs an entry"
+        configs += rows.values()
+    for config in configs:
+        assert config["form"] in ("small", "sorted")
+        for product in (config["up"], config["down"]):
+            assert {"n", "b", "stages", "warps"} <= product.keys()
+            if config["form"] == "sorted":
+                assert product["tall"] in ("weights", "rows") and product["m"] == config["up"]["m"]
+                assert {"tma", "group"} <= product.keys()

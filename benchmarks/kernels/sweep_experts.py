@@ -76,8 +76,9 @@ def forms(num_tokens: int, shape: Shape) -> Iterator[tuple[str, int, list[dict],
     for m in (64, 128, 256):
         if average >= 24 and m <= average * 4:
             groups = (1, 8) if average >= 200 else (8,)
+            halves = (False, True) if m > 64 else (False,)
             up, down = (
-                [tile(*c, tall="rows", m=m, tma=True, group=g) for c in t[m] for g in groups]
+                [tile(*c, tall="rows", m=m, tma=True, group=g, halves=h) for c in t[m] for g in groups for h in halves]
                 for t in (ROWS_UP, ROWS_DOWN)
             )
             yield "rows", m, up, down
@@ -154,8 +155,8 @@ def sweep_batch(problem: Problem, num_tokens: int, log: list[dict]) -> dict[str,
             us = try_us(problem.whole(config))
             candidates.append((us, up[0], down[0], config))
             label = f"{num_tokens:>6} {form:<8}{m:>4}  whole {us:8.1f}  up {up[0]:8.1f}  down {down[0]:8.1f}"
-            print(label, [up[1][k] for k in ("n", "b", "stages", "warps")], up[1].get("group"),
-                  [down[1][k] for k in ("n", "b", "stages", "warps")], down[1].get("group"), flush=True)  # fmt: skip
+            keys = ("n", "b", "stages", "warps", "group", "halves")
+            print(label, *([c[k] for k in keys if k in c] for c in (up[1], down[1])), flush=True)
     return min(candidates, key=lambda c: c[0])[3]
 
 

@@ -15,7 +15,7 @@ from tests import moe_checks as checks
 from tracklayer.kernels.experts import ExpertSpec, fused_experts
 from tracklayer.kernels.route import route, route_ref
 from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing
-from tracklayer.kernels.tuning import DEFAULTS, SMALL, sorted_config
+from tracklayer.kernels.tuning import FLOAT32, ROOMY, SMALL, TIGHT, sorted_config
 
 pytestmark = pytest.mark.gpu
 TILE = {"n": 64, "b": 64, "stages": 3, "warps": 4}
@@ -23,8 +23,10 @@ CONFIGS = {
     "small": SMALL,
     "tall weights 16": sorted_config("weights", 16, TILE, TILE),
     "tall weights 32": sorted_config("weights", 32, {**TILE, "tma": False}, {**TILE, "n": 128}),
-    "tall weights 64": DEFAULTS[512],
-    "tall rows": DEFAULTS[1024],
+    "tall weights 64": ROOMY[48],
+    "tall rows": ROOMY[512],
+    "tall rows, halves": sorted_config("rows", 128, {**TILE, "halves": True}, {**TILE, "n": 128, "halves": True}),
+    "tight weights": TIGHT[48],
     "tall rows without the copy engine": sorted_config("rows", 64, {**TILE, "tma": False}, {**TILE, "tma": False}),
 }
 
@@ -72,8 +74,7 @@ def test_experts_under_uneven_load(kind, config):
 
 
 def test_float32_experts():
-    tile = {"n": 32, "b": 32, "stages": 2, "warps": 4}
-    for config in (SMALL, sorted_config("weights", 16, tile, tile), sorted_config("rows", 32, tile, tile)):
+    for config in (SMALL, *FLOAT32.values()):
         checks.check_experts(ExpertSpec(), config, "spread", (37, 3, 5, 200, 72), torch.float32, "cuda")
 
 

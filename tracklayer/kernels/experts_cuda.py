@@ -32,7 +32,7 @@ def fused_experts_triton(
     experts, width, inner = w2_EDF.shape
     if len(x_TD) == 0:
         return torch.empty_like(x_TD)
-    config = config or pick(x_TD.device, experts, width, inner, len(x_TD))
+    config = config or pick(x_TD.device, (experts, width, inner), routing.ids_TK.shape[1], len(x_TD), x_TD.dtype)
     if config["form"] == "small":
         hidden_PF = gate_up(x_TD, routing, w13_EFD, spec, config["up"], bias13)
         return down_sum(hidden_PF, x_TD, routing, w2_EDF, spec, config["down"], bias2, add_TD)

@@ -109,31 +109,14 @@ def _tall_weights_kernel(
 
 
 @triton.jit
-def _tall_rows_kernel(
-    a_ptr, w_ptr, w_desc, bias_ptr, weights_ptr, out_ptr, pairs_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
-    max_blocks, a_stride, Q: tl.constexpr, R: tl.constexpr, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    B: tl.constexpr, GROUP: tl.constexpr, FIRST: tl.constexpr, DUAL: tl.constexpr, ON_INPUT: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    BEFORE: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr,
+def _tall_rows_tile(
+    a_ptr, w_ptr, w_desc, bias_ptr, weights_ptr, out_ptr, pairs_ptr, a_stride, expert, first, end, col0,
+    Q: tl.constexpr, R: tl.constexpr, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, B: tl.constexpr,
+    FIRST: tl.constexpr, DUAL: tl.constexpr, ON_INPUT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    TILES: tl.constexpr = (Q + N - 1) // N
+    """Places first .. min(first + M, end) of one expert against N columns."""
     ROWS: tl.constexpr = Q * (2 if DUAL else 1)
-    await_previous(PDL)
-    num_blocks = tl.load(num_blocks_ptr)
-    # GROUP blocks of rows share the weights' tile while it is in the L2 cache.
-    pid = tl.program_id(0)
-    group = pid // (GROUP * TILES)
-    height = tl.minimum(num_blocks - group * GROUP, GROUP)
-    if height <= 0:
-        return
-    inside = pid - group * GROUP * TILES
-    block = group * GROUP + inside % height
-    col0 = inside // height * N
-    if col0 >= Q:
-        return
-    expert = tl.load(blocks_ptr + block)
-    first = tl.load(blocks_ptr + max_blocks + block)
-    end = tl.load(starts_ptr + expert + 1)
     place_M = first + tl.arange(0, M)
     ok_M = place_M < end
     pair_M = tl.load(pairs_ptr + place_M, mask=ok_M, other=0)
@@ -157,6 +140,44 @@ def _tall_rows_kernel(
     tl.store(out_at, out_MN.to(out_ptr.dtype.element_ty), mask=ok_M[:, None] & (col < Q))
 
 
+@triton.jit
+def _tall_rows_kernel(
+    a_ptr, w_ptr, w_desc, bias_ptr, weights_ptr, out_ptr, pairs_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
+    max_blocks, a_stride, Q: tl.constexpr, R: tl.constexpr, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    B: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr, FIRST: tl.constexpr, DUAL: tl.constexpr,
+    ON_INPUT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (Q + N - 1) // N
+    await_previous(PDL)
+    num_blocks = tl.load(num_blocks_ptr)
+    # GROUP blocks of rows share the weights' tile while it is in the L2 cache.
+    pid = tl.program_id(0)
+    group = pid // (GROUP * TILES)
+    height = tl.minimum(num_blocks - group * GROUP, GROUP)
+    if height <= 0:
+        return
+    inside = pid - group * GROUP * TILES
+    block = group * GROUP + inside % height
+    col0 = inside // height * N
+    if col0 >= Q:
+        return
+    expert = tl.load(blocks_ptr + block)
+    first = tl.load(blocks_ptr + max_blocks + block)
+    end = tl.load(starts_ptr + expert + 1)
+    # An expert's last block is half empty or more every second time.
+    if HALVES and end - first <= M // 2:
+        _tall_rows_tile(
+            a_ptr, w_ptr, w_desc, bias_ptr, weights_ptr, out_ptr, pairs_ptr, a_stride, expert, first, end, col0, Q, R,
+            K, M // 2, N, B, FIRST, DUAL, ON_INPUT, TMA, STAGES, PRECISION, GATED, ACT, BEFORE, AFTER,
+        )  # fmt: skip
+    else:
+        _tall_rows_tile(
+            a_ptr, w_ptr, w_desc, bias_ptr, weights_ptr, out_ptr, pairs_ptr, a_stride, expert, first, end, col0, Q, R,
+            K, M, N, B, FIRST, DUAL, ON_INPUT, TMA, STAGES, PRECISION, GATED, ACT, BEFORE, AFTER,
+        )  # fmt: skip
+
+
 def grouped_gemm(
     a: Tensor,
     w_EQR: Tensor,
@@ -173,7 +194,7 @@ def grouped_gemm(
     first: a is x_TD; out[i] = act(w[expert] @ x[token]) [P, F] at the pair's place in the grouped order.
     second: a is that [P, F]; out[pair] = w[expert] @ a[place] [P, D] at the pair's own number t * K + k.
     Rows of pairs without an expert are unwritten. config: tall ("weights" or "rows"), m, n, b, stages, warps, tma,
-    group (tall rows only).
+    group and halves (tall rows only: blocks side by side, half-height tiles for an expert's last rows).
     """
     top_k, num_pairs = weights_TK.shape[1], weights_TK.numel()
     experts, rows, reduction = w_EQR.shape
@@ -200,7 +221,12 @@ def grouped_gemm(
         assert pairs.block_rows == config["m"], f"sorted for {pairs.block_rows} rows, tiles have {config['m']}"
         max_blocks, group = pairs.blocks_2B.shape[1], config["group"]
         _tall_rows_kernel[(triton.cdiv(max_blocks, group) * group * tiles,)](
-            blocks_ptr=pairs.blocks_2B, num_blocks_ptr=pairs.num_blocks_1, max_blocks=max_blocks, GROUP=group, **common
+            blocks_ptr=pairs.blocks_2B,
+            num_blocks_ptr=pairs.num_blocks_1,
+            max_blocks=max_blocks,
+            GROUP=group,
+            HALVES=config.get("halves", False),
+            **common,
         )
     return out
 

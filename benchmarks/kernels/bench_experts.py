@@ -1,0 +1,62 @@
+"""Experts of one layer as the engine runs them: sort, gate-up with activation, down, weighted sum.
+
+    python -m benchmarks.kernels.bench_experts [--shape 128,2048,768,8] [--tokens 1,16,256] [--json FILE]
+
+Bytes are the weights of the experts that the routing hits, read once. sweep_experts.py finds the tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+from benchmarks.kernels.common import report, row, time_us
+from benchmarks.kernels.sweep_experts import SPEC, Problem
+from tracklayer.kernels.combine import combine
+from tracklayer.kernels.experts import fused_experts, fused_experts_ref
+from tracklayer.kernels.route_sort import route_sort
+from tracklayer.kernels.tuning import pick
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="128,2048,768,8", help="E,D,F,K")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512,1024,4096,16384")
+    parser.add_argument("--torch", action="store_true", help="time the torch reference too")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    experts, width, inner, top_k = shape = tuple(int(n) for n in args.shape.split(","))
+    problem = Problem(shape, "cuda")
+    rows = []
+    for num_tokens in (int(n) for n in args.tokens.split(",")):
+        problem.batch(num_tokens)
+        routings, x_TD = problem.routings, problem.x_TD
+        hit = sum(len(r.ids_TK.unique()) for r in routings) / len(routings)
+        expert_bytes, flop = 2.0 * width * inner * hit, 2.0 * num_tokens * top_k * width * inner
+        config = pick(x_TD.device, (experts, width, inner), top_k, num_tokens, x_TD.dtype)
+        form, m = config["form"], config["up"].get("m", 0)
+        form = form if form == "small" else config["up"]["tall"]
+        for which, times in (("up", 2), ("down", 1)):
+            us = time_us(problem.product(form, which, m, config[which]))
+            rows.append(
+                row(f"{num_tokens} tokens, {form}: {which}", us, num_bytes=times * expert_bytes, flop=times * flop)
+            )
+        if form != "small":
+            ids = [r.ids_TK for r in routings] * 2
+            rows.append(row(f"{num_tokens} tokens: sort", time_us([partial(route_sort, i, experts, m) for i in ids])))
+            pairs_PD = problem.make(num_tokens * top_k, width)
+            calls = [partial(combine, pairs_PD, r, x_TD, experts) for r in routings] * 2
+            rows.append(
+                row(f"{num_tokens} tokens: sum", time_us(calls), num_bytes=2.0 * num_tokens * width * (top_k + 1))
+            )
+        calls = [partial(fused_experts, x_TD, r, problem.w13_EFD, problem.w2_EDF, SPEC) for r in routings]
+        us = time_us(calls)
+        rows.append(row(f"{num_tokens} tokens, {form}: whole", us, num_bytes=3 * expert_bytes, flop=3 * flop))
+        if args.torch:
+            calls = [partial(fused_experts_ref, x_TD, r, problem.w13_EFD, problem.w2_EDF, SPEC) for r in routings]
+            rows.append(row(f"{num_tokens} tokens: torch", time_us(calls, graph=False), num_bytes=3 * expert_bytes))
+    report("experts " + args.shape, rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
