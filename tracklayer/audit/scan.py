@@ -11,39 +11,28 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from tracklayer.audit.scan_flow import Absent, Flow, Outcome, Present, Scope, Unknown
-from tracklayer.audit.scan_scope import FUNCTIONS, Bindings, ClassInfo, Judgement, index_class, last_name, worst
+from tracklayer.audit.scan_module import Module, Site, Verdict
+from tracklayer.audit.scan_scope import ClassInfo, index_class
 from tracklayer.errors import UserError
 
-Verdict = Literal["passed", "missing", "wrong", "unknown"]
-How = Literal["keyword", "positional", "dictionary", "none"]
 SKIPPED_DIRS = frozenset({".git", ".venv", "venv", "node_modules", "__pycache__", ".tox", "build", "dist"})
-
-
-@dataclass(frozen=True)
-class Site:
-    """One construction. `how` says by which way the layer id arrives; `why` gives the verdict's reason."""
-
-    path: str
-    line: int
-    column: int
-    name: str
-    verdict: Verdict
-    how: How
-    why: str
 
 
 @dataclass
 class ScanResult:
-    """All constructions of a tree, in path order; `unreadable` are (path, reason) of files that could not be parsed."""
+    """All constructions of a tree, in path order.
+
+    values      uses of a router class as a value (passed on, returned, stored): what they construct is not followed
+    unreadable  (path, reason) of files that could not be parsed
+    """
 
     root: str
     names: tuple[str, ...]
     keyword: str
     files: int = 0
     sites: list[Site] = field(default_factory=list)
+    values: list[Site] = field(default_factory=list)
     unreadable: list[tuple[str, str]] = field(default_factory=list)
 
     def count(self, verdict: Verdict) -> int:
@@ -58,6 +47,7 @@ class ScanResult:
             "without_literal_keyword": sum(s.how != "keyword" for s in self.sites),
             "through_dictionary": sum(s.how == "dictionary" for s in self.sites),
             **{v: self.count(v) for v in ("passed", "missing", "wrong", "unknown")},
+            "used_as_value": len(self.values),
             "unreadable": len(self.unreadable),
         }
 
@@ -66,7 +56,7 @@ class ScanResult:
         """0: every construction passes its layer. 1: at least one does not. 2: at least one could not be decided."""
         if self.count("missing") or self.count("wrong"):
             return 1
-        return 2 if self.count("unknown") or self.unreadable else 0
+        return 2 if self.count("unknown") or self.values or self.unreadable else 0
 
 
 def scan(root: str | Path, names: tuple[str, ...] = ("TopK",), keyword: str = "layer_id") -> ScanResult:
@@ -99,7 +89,9 @@ def scan(root: str | Path, names: tuple[str, ...] = ("TopK",), keyword: str = "l
     wanted = _with_subclasses(set(names), classes)
     for shown, source in sources:  # parsed a second time: the trees of all files at once would fill gigabytes
         if any(name.encode() in source for name in wanted):
-            result.sites += _Module(shown, _parse(source), wanted, classes, keyword).sites()
+            module = Module(shown, _parse(source), wanted, classes, keyword)
+            result.sites += module.sites
+            result.values += module.values
     return result
 
 
@@ -133,135 +125,3 @@ def _with_subclasses(names: set[str], classes: dict[str, list[ClassInfo]]) -> se
         if not more:
             return names
         names = names | more
-
-
-class _Module:
-    """The constructions of one file."""
-
-    def __init__(
-        self, path: str, tree: ast.Module, names: set[str], classes: dict[str, list[ClassInfo]], keyword: str
-    ) -> None:
-        self.path, self.tree, self.classes, self.keyword = path, tree, classes, keyword
-        self.names = names | self._aliases(names)
-
-    def _aliases(self, names: set[str]) -> set[str]:
-        """Other names under which this file knows the classes: `import TopK as Router`, `Router = TopK`."""
-        pairs: list[tuple[str, str | None]] = []
-        for node in ast.walk(self.tree):
-            match node:
-                case ast.ImportFrom(names=imported):
-                    pairs += [(a.asname, a.name) for a in imported if a.asname]
-                case ast.Assign(targets=[ast.Name(id=alias)], value=ast.Name() | ast.Attribute() as value):
-                    pairs.append((alias, last_name(value)))
-        known = set(names)
-        while more := {alias for alias, name in pairs if name in known} - known:
-            known |= more
-        return known - names
-
-    def sites(self) -> list[Site]:
-        found: list[Site] = []
-        self._visit([self.tree], found)
-        return sorted(found, key=lambda s: (s.line, s.column))
-
-    def _visit(self, chain: list[Scope], found: list[Site]) -> None:
-        """The constructions of the innermost scope of `chain`, then those of the scopes nested in it."""
-        scope = chain[-1]
-        inner, calls = self._contents(scope)
-        unpacked: dict[ast.Call, dict[ast.expr, set[Outcome]]] = {}
-        if any(k.arg is None for call in calls for k in call.keywords):
-
-            def listen(call, read) -> None:
-                if call in calls:
-                    for keyword in call.keywords:
-                        if keyword.arg is None:
-                            outcomes = read(keyword.value)
-                            unpacked.setdefault(call, {}).setdefault(keyword.value, set()).update(outcomes)
-
-            Flow(scope, self.keyword, listen).run()
-        for call in calls:
-            found.append(self._judge(call, chain, unpacked.get(call, {})))
-        for nested in inner:
-            self._visit([*chain, nested], found)
-
-    def _contents(self, scope: Scope) -> tuple[list[Scope], list[ast.Call]]:
-        """Scopes directly inside, and constructions, of a scope."""
-        inner: list[Scope] = []
-        calls: list[ast.Call] = []
-        stack: list[ast.AST] = list(ast.iter_child_nodes(scope))
-        while stack:
-            node = stack.pop()
-            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-                inner.append(node)
-                # decorators and defaults belong to the outer scope
-                outer = [*getattr(node, "decorator_list", [])]
-                if not isinstance(node, ast.ClassDef):
-                    outer += [d for d in [*node.args.defaults, *node.args.kw_defaults] if d is not None]
-                stack.extend(outer)
-                continue
-            if isinstance(node, ast.Call) and self._is_construction(node):
-                calls.append(node)
-            stack.extend(ast.iter_child_nodes(node))
-        return inner, calls
-
-    def _is_construction(self, call: ast.Call) -> bool:
-        if last_name(call.func) in self.names and not isinstance(call.func, ast.Subscript):
-            return True
-        # partial(TopK, ...) fixes arguments now and is called later
-        return last_name(call.func) == "partial" and bool(call.args) and last_name(call.args[0]) in self.names
-
-    def _judge(self, call: ast.Call, chain: list[Scope], unpacked: dict[ast.expr, set[Outcome]]) -> Site:
-        partial = last_name(call.func) not in self.names
-        name = last_name(call.args[0] if partial else call.func) or "?"
-        bindings = Bindings(chain, self.classes, call.lineno)
-        how, judged = self._layer(call, name, bindings, unpacked)
-        if partial and judged is None:
-            judged = Judgement(None, "may be passed when the partial is called")
-        if judged is None:
-            verdict, why = "missing", f"no {self.keyword} is passed"
-            if how == "dictionary":
-                shown = ", ".join(f"`**{_short(k.value)}`" for k in call.keywords if k.arg is None)
-                why = f"no {self.keyword} in {shown} on at least one path"
-        else:
-            verdict = {True: "passed", False: "wrong", None: "unknown"}[judged.ok]
-            why = f"{self.keyword} {judged.why}" if judged.ok is not None else judged.why
-        return Site(self.path, call.lineno, call.col_offset + 1, name, verdict, how, why)
-
-    def _layer(
-        self, call: ast.Call, name: str, bindings: Bindings, unpacked: dict[ast.expr, set[Outcome]]
-    ) -> tuple[How, Judgement | None]:
-        """How the layer id arrives, and what is passed (None: nothing)."""
-        for keyword in call.keywords:
-            if keyword.arg == self.keyword:
-                return "keyword", bindings.judge(keyword.value)
-        index = self._position(name)
-        args = call.args[1:] if last_name(call.func) == "partial" else call.args
-        if index is not None:
-            if any(isinstance(a, ast.Starred) for a in args[: index + 1]):
-                return "positional", Judgement(None, "`*` arguments can not be followed")
-            if len(args) > index:
-                return "positional", bindings.judge(args[index])
-        stars = [k.value for k in call.keywords if k.arg is None]
-        if not stars:
-            return "none", None
-        # Several ** are disjoint at run time, so the key is there if one of them has it on every path.
-        each = [unpacked.get(star, {Unknown("it is reached on no path")}) for star in stars]
-        sure = next((o for o in each if all(isinstance(x, Present) for x in o)), None)
-        outcomes = sure or set().union(*each)
-        if sure is None and any(all(isinstance(x, Absent) for x in o) for o in each):
-            outcomes = set().union(*(o for o in each if not all(isinstance(x, Absent) for x in o))) or {Absent()}
-        if Absent() in outcomes:
-            return "dictionary", None
-        judged = [bindings.judge(o.node) if isinstance(o, Present) else Judgement(None, o.why) for o in outcomes]
-        return "dictionary", worst(judged)
-
-    def _position(self, name: str) -> int | None:
-        """Index of the layer id among the positional parameters of the class, where the tree defines it so."""
-        for info in self.classes.get(name, []):
-            if info.positional and self.keyword in info.positional:
-                return info.positional.index(self.keyword)
-        return None
-
-
-def _short(node: ast.expr, limit: int = 60) -> str:
-    text = ast.unparse(node).replace("\n", " ")
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -8,7 +8,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from tracklayer.audit.scan import ScanResult, Site, scan
+from tracklayer.audit.scan import ScanResult, scan
+from tracklayer.audit.scan_module import Site
 from tracklayer.errors import UserError
 
 # SARIF: one rule a verdict, (level, short description).
@@ -22,7 +23,7 @@ RULES: dict[str, tuple[str, str]] = {
 
 def text(result: ScanResult, verbose: bool = False) -> str:
     """Findings as path:line lines, then the sums. `verbose` lists the passed constructions too."""
-    shown = [s for s in result.sites if verbose or s.verdict != "passed"]
+    shown = [s for s in [*result.sites, *result.values] if verbose or s.verdict != "passed"]
     lines = [f"{s.path}:{s.line}:{s.column}: {s.verdict}: {s.name}: {s.why}" for s in shown]
     lines += [f"{path}: unreadable: {why}" for path, why in result.unreadable]
     sums = result.sums
@@ -31,7 +32,7 @@ def text(result: ScanResult, verbose: bool = False) -> str:
         f"{sums['without_literal_keyword']} without a literal {result.keyword} keyword, "
         f"{sums['through_dictionary']} of these through a dictionary",
         f"{sums['passed']} pass it, {sums['missing']} do not, {sums['wrong']} pass a wrong name, "
-        f"{sums['unknown']} unknown, {sums['unreadable']} files unreadable",
+        f"{sums['unknown']} unknown, {sums['used_as_value']} uses as a value, {sums['unreadable']} files unreadable",
     ]
     return "\n".join(lines)
 
@@ -44,6 +45,7 @@ def as_json(result: ScanResult) -> dict[str, Any]:
         "status": result.status,
         "sums": result.sums,
         "sites": [asdict(s) for s in result.sites],
+        "values": [asdict(s) for s in result.values],
         "unreadable": [{"path": path, "why": why} for path, why in result.unreadable],
     }
 
@@ -69,7 +71,7 @@ def sarif(result: ScanResult) -> dict[str, Any]:
         {"id": rule, "shortDescription": {"text": words}, "defaultConfiguration": {"level": level}}
         for rule, (level, words) in RULES.items()
     ]
-    results = [of_site(s) for s in result.sites if s.verdict != "passed"]
+    results = [of_site(s) for s in [*result.sites, *result.values] if s.verdict != "passed"]
     results += [entry("unreadable", why, path, 1, 1) for path, why in result.unreadable]
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",

@@ -266,7 +266,7 @@ class Flow:
                         self.change(name, lambda _: frozenset({Present(value)}), state)
                 else:
                     extra = unknown(f"`{name}` is written under a computed key")
-                    self.change(name, lambda old: old | extra if Absent() in old else old, state)
+                    self.change(name, lambda old: (old - NOTHING) | extra if Absent() in old else old, state)
             case ast.Tuple() | ast.List():
                 self.forget(target, state, "it is unpacked from a sequence")
             case ast.Attribute():
@@ -384,7 +384,7 @@ class Flow:
                 result = overlay(result, self.read(value, state))
             elif not isinstance(key, ast.Constant):
                 if Absent() in result:
-                    result |= unknown(f"the key `{ast.unparse(key)}` is computed")
+                    result = (result - NOTHING) | unknown(f"the key `{ast.unparse(key)}` is computed")
             elif key.value == self.key:
                 result = frozenset({Present(value)})
         return result
