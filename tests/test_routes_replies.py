@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tracklayer.errors import UserError
-from tracklayer.routes.codec import encode, encode_sglang
+from tracklayer.routes.codec import encode, encode_packed, encode_sglang
 from tracklayer.routes.forms import RouteShape
 from tracklayer.routes.record import Routes
 from tracklayer.routes.replies import from_sglang, from_vllm
@@ -79,6 +79,13 @@ def test_each_choice_has_its_own_rows() -> None:
     response_level = {"choices": [{"index": 0}, {"index": 1}], "sglext": {"routed_experts": WIRE}}
     with pytest.raises(UserError, match="the reply has no routed_experts"):
         from_sglang(response_level, SHAPE, index=1)  # that field holds the first choice's rows only
+
+
+def test_packed_routes_speak_for_themselves() -> None:
+    reply = {"meta_info": {"routed_experts": encode_packed(TRUTH.tokens(4)), **COUNTS}}
+    assert from_sglang(reply, SHAPE) == TRUTH.tokens(4)
+    with pytest.raises(UserError, match="not routes of RouteShape"):
+        from_sglang(reply, RouteShape(layer_ids=LAYERS, top_k=3, num_experts=64))
 
 
 def test_asked_for_but_absent_is_an_error() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tracklayer.errors import UserError
-from tracklayer.routes.codec import decode
+from tracklayer.routes.codec import decode, decode_packed
 from tracklayer.routes.forms import RouteShape
 from tracklayer.routes.record import Routes, concat
 
@@ -83,7 +83,8 @@ def from_sglang(
 
     start       the routed_experts_start_len that was sent; what the reply itself says wins, and must not contradict it
     num_tokens  P + C when the reply does not count them; with it the number of rows is checked
-    An aborted request without rows gives empty routes. Raises UserError when the field is absent.
+    An aborted request without rows gives empty routes. Packed routes are read too: they say all of it themselves.
+    Raises UserError when the field is absent.
     """
     choice, holder = _choice(reply, index), _holder(reply, index)
     payload = holder[FIELD]
@@ -95,6 +96,11 @@ def from_sglang(
         if payload is None and not _aborted(reply, choice):
             raise UserError(f"{FIELD} is null although the request was not aborted")
         return _empty(shape, start)
+    if isinstance(payload, Mapping):  # this package's server, asked for routed_experts_format "packed"
+        packed = decode_packed(payload)
+        if (packed.layer_ids, packed.top_k, packed.num_experts) != (shape.layer_ids, shape.top_k, shape.num_experts):
+            raise UserError(f"the reply has {packed!r}, not routes of {shape}")
+        return packed
     length = num_tokens if num_tokens is not None else _sequence_length(reply, choice)
     dtype = holder.get("routed_experts_dtype", "int32")
     return decode(
