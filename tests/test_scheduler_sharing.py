@@ -108,6 +108,38 @@ def test_a_reply_that_grows_into_anothers_prompt_is_found_to_the_token():
     assert again.cached_tokens == len(whole) - 1
 
 
+def test_no_more_is_evicted_than_is_needed():
+    device = Device(scheduler(num_pages=20))
+    device.add(request("a", [1] * 12, max_new=0))
+    device.drain()
+    device.add(request("b", [2] * 10, max_new=0))
+    device.drain()
+    again = device.add(request("c", [1] * 12, max_new=0))
+    device.drain()
+    assert again.cached_tokens == 10, "8 pages were free and 2 were taken from the end"
+
+
+def test_what_is_kept_does_not_depend_on_a_surplus_token():
+    for depth in (0, 1):
+        device = Device(scheduler(), depth)
+        seq = device.add(request("a", [7, 8], max_new=20, stop=range(5)))
+        device.drain()
+        again = device.add(request("b", [7, 8, *seq.output_ids, 9], max_new=0))
+        device.drain()
+        assert again.cached_tokens == 2, "the last token sampled is not kept, fed or not"
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_key_leaves_nothing_behind(cache):
+    device = Device(scheduler(cache=cache))
+    for i in range(5):
+        device.add(request(str(i), [1, 2], max_new=1, key=str(i)))
+    device.drain()
+    assert len(list(device.sched.cache.tree.nodes())) == (10 if cache else 0)
+    device.sched.flush()
+    assert not list(device.sched.cache.tree.nodes())
+
+
 # whole-cache operations and invariants
 
 

@@ -237,8 +237,8 @@ class PrefixTree:
         return best, best_same
 
     def _key(self, tokens: Ints) -> bytes:
-        # Big-endian, so that bytes sort as the tokens do.
-        return tokens[: self.page_size].astype(">i4").tobytes()
+        # Any fixed order of the tokens will do, so that of their bytes.
+        return tokens[: self.page_size].tobytes()
 
     def _attach(self, parent: Node, node: Node) -> None:
         key = self._key(node.tokens)

@@ -366,7 +366,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Back to the queue; the tree keeps what it may of the sequence's tokens."""
         self._preempted.append((seq, seq.slots[: seq.num_computed]))
-        self._leave_cache(seq, min(seq.num_computed, seq.prompt_len + len(seq.output_ids)))
+        self._leave_cache(seq, seq.num_computed)
         seq.state = SequenceState.WAITING
         seq.num_retractions += 1
         bisect.insort(self.waiting, seq, key=_rank)
@@ -388,7 +388,7 @@ class Scheduler:
         return slots
 
     def _leave_cache(self, seq: Sequence, num_tokens: int) -> None:
-        """Take row and pages from a running sequence; its first `num_tokens` tokens may stay in the tree."""
+        """Take row and pages from a running sequence; of its first `num_tokens` the known may stay in the tree."""
         tokens = seq.known()[:num_tokens]
         self.cache.release(seq, tokens, self._step - 1)
         self.running.remove(seq)
