@@ -1,0 +1,95 @@
+"""Records between processes: msgpack, no pickle. Large arrays travel as files in shared memory, not through the socket.
+
+The writer fills a fresh file in the exchange folder; the reader maps it and unlinks its name at once, so that the
+memory lives exactly as long as the array made from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from tracklayer.config import EngineConfig
+from tracklayer.engine.client import EngineInfo
+from tracklayer.types import EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+
+SHARED_BYTES = 1 << 16  # arrays of this size and more go through shared memory
+ARRAY, SHARED, RECORD, SET = 1, 2, 3, 4
+RECORDS = (EngineConfig, EngineInfo, EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs)
+_CODES = {kind: code for code, kind in enumerate(RECORDS)}
+_NAMES = [tuple(f.name for f in fields(kind)) for kind in RECORDS]
+# sequences come back as tuples; these fields are lists
+_LISTS = [tuple(f.name for f in fields(kind) if str(f.type).startswith("list")) for kind in RECORDS]
+
+
+class Wire:
+    """Packs and unpacks messages; `folder` is where large arrays are exchanged (None: always inline)."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+
+    def pack(self, message: Any) -> bytes:
+        """Bytes of a message of plain values, numpy arrays and RECORDS. Raises TypeError for anything else."""
+        return bytes(msgpack.packb(message, default=self._default))
+
+    def unpack(self, raw: bytes) -> Any:
+        """The message again; sequences that are not fields of lists come back as tuples."""
+        return msgpack.unpackb(raw, ext_hook=self._restore, use_list=False, strict_map_key=False)
+
+    def _default(self, value: Any) -> Any:
+        code = _CODES.get(type(value))
+        if code is not None:
+            return msgpack.ExtType(RECORD, self.pack([code, *(getattr(value, name) for name in _NAMES[code])]))
+        if isinstance(value, np.ndarray):
+            return self._array(np.ascontiguousarray(value))
+        if isinstance(value, (set, frozenset)):
+            return msgpack.ExtType(SET, self.pack(sorted(value)))
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{type(value).__name__} can not be sent between processes")
+
+    def _array(self, array: np.ndarray) -> msgpack.ExtType:
+        head = (array.dtype.str, array.shape)
+        if self._folder is None or array.nbytes < SHARED_BYTES:
+            return msgpack.ExtType(ARRAY, msgpack.packb((*head, array.tobytes())))
+        path = self._folder / f"{os.getpid()}-{next(self._numbers)}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.ftruncate(file, array.nbytes)
+            with mmap.mmap(file, array.nbytes) as memory:
+                memory[:] = array.reshape(-1).view(np.uint8).data
+        finally:
+            os.close(file)
+        return msgpack.ExtType(SHARED, msgpack.packb((*head, path.name)))
+
+    def _restore(self, code: int, data: bytes) -> Any:
+        if code == RECORD:
+            index, *values = self.unpack(data)
+            named = dict(zip(_NAMES[index], values, strict=True))
+            for name in _LISTS[index]:
+                named[name] = list(named[name])
+            return RECORDS[index](**named)
+        if code == SET:
+            return frozenset(self.unpack(data))
+        dtype, shape, content = msgpack.unpackb(data, use_list=False)
+        if code == SHARED:
+            content = self._mapped(content)
+        return np.frombuffer(content, dtype).reshape(shape)
+
+    def _mapped(self, name: str) -> mmap.mmap:
+        assert self._folder is not None and "/" not in name, name
+        path = self._folder / name
+        file = os.open(path, os.O_RDONLY)
+        try:
+            return mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
+            path.unlink()
