@@ -1,6 +1,7 @@
 """The engine against a reference model, on one tiny checkpoint: log-probabilities and routes in five ways of running.
 
-`python tests/parity.py [variant ...]` prints the matrix; `--write FILE` puts it between the markers in FILE.
+`python tests/parity.py [variant ...]` prints the matrix. `--write` runs all, writes tracklayer/models/checked.json and
+docs/models.md (the registry's table and this matrix).
 
 The engine runs on the CPU in float32 with recording on. Each finished sequence goes once, whole and without a cache,
 through the reference, which gives log-probabilities at every position and the experts of every MoE layer.
@@ -8,6 +9,7 @@ through the reference, which gives log-probabilities at every position and the e
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
@@ -19,15 +21,17 @@ from typing import Any
 import numpy as np
 import tiny
 import torch
+import transformers
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.engine import EngineCore
+from tracklayer.models import listing
+from tracklayer.models.registry import all_families
 from tracklayer.types import EngineRequest, SamplingParams, TokenLogprobs
 
 MODES = ("prefill", "decode", "chunked", "batch", "prefix")
 CHUNK = 64
 TOLERANCE = 1e-4
-BEGIN, END = "<!-- parity matrix: python tests/parity.py --write docs/models.md -->", "<!-- end -->"
 
 
 @dataclass
@@ -202,30 +206,46 @@ def _rows(answer: Answer, vocab: int):
             yield first + n, row_V
 
 
-def matrix(variants: list[str]) -> list[str]:
-    """Markdown rows: one a variant, one column a mode."""
-    lines = [f"| variant | routes compared | {' | '.join(MODES)} |", "|-|-|" + "-|" * len(MODES)]
+def matrix(variants: list[str]) -> tuple[list[str], dict[str, bool]]:
+    """Markdown rows, one a variant with one column a mode, and whether each family's variants all passed."""
+    lines = [f"| variant | family | routes compared | {' | '.join(MODES)} |", "|-|-|-|" + "-|" * len(MODES)]
+    passed: dict[str, bool] = {}
     for variant in variants:
         with tempfile.TemporaryDirectory() as folder:
-            modes, _ = check_variant(variant, Path(folder))
-        rows = sum(mode.rows for mode in modes.values())
-        lines.append(f"| {variant} | {rows} | {' | '.join(str(modes[name]) for name in MODES)} |")
+            modes, core = check_variant(variant, Path(folder))
+        family, rows = core.model.family.name, sum(mode.rows for mode in modes.values())
+        passed[family] = passed.get(family, True) and all(mode.ok for mode in modes.values())
+        lines.append(f"| {variant} | {family} | {rows} | {' | '.join(str(modes[name]) for name in MODES)} |")
         print(lines[-1], flush=True)
-    return lines
+    return lines, passed
+
+
+def write(lines: list[str], passed: dict[str, bool]) -> None:
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
+    checked = listing.data("checked.json")
+    for family, ok in passed.items():
+        checked.setdefault(family, {}).pop("cpu", None)
+        if ok:
+            checked[family]["cpu"] = versions
+    (listing.HERE / "checked.json").write_text(json.dumps(checked, indent=1, sort_keys=True) + "\n")
+    page = Path(__file__).parent.parent / "docs" / "models.md"
+    text = page.read_text()
+    table = listing.markdown([listing.describe(family) for family in all_families()])
+    for name, body in (("registry", table), ("parity", "\n".join(lines))):
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
+    page.write_text(text)
 
 
 def main(argv: list[str]) -> int:
-    target = argv[argv.index("--write") + 1] if "--write" in argv else None
-    wanted = [a for a in argv if a != "--write" and a != target] or list(tiny.VARIANTS)
+    wanted = [a for a in argv if a != "--write"] or list(tiny.VARIANTS)
     began = time.perf_counter()
-    lines = matrix(wanted)
+    lines, passed = matrix(wanted)
     print(f"{len(wanted)} variants in {time.perf_counter() - began:.0f} s")
-    if target is not None:
-        file = Path(target)
-        head, _, rest = file.read_text().partition(BEGIN)
-        tail = rest.partition(END)[2]
-        file.write_text(head + "\n".join([BEGIN, *lines, END]) + tail)
-    return int(any("FAIL" in line for line in lines))
+    if "--write" in argv:
+        write(lines, passed)
+    return int(not all(passed.values()))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ def qwen3(c: Config) -> ModelSpec:
     return moe_spec(c, gqa(c, qk_norm="head", qkv_bias=bias, out_bias=bias, window=window), None)
 
 
+RULE = "i not in mlp_only_layers and (i + 1) % decoder_sparse_step == 0"
+
 FAMILIES = (
-    Family(name="qwen2_moe", architectures=("Qwen2MoeForCausalLM",), spec=qwen2, names=MOE),
-    Family(name="qwen3_moe", architectures=("Qwen3MoeForCausalLM",), spec=qwen3, names=MOE),
+    Family(name="qwen2_moe", architectures=("Qwen2MoeForCausalLM",), spec=qwen2, names=MOE, layers_rule=RULE),
+    Family(name="qwen3_moe", architectures=("Qwen3MoeForCausalLM",), spec=qwen3, names=MOE, layers_rule=RULE),
 )
