@@ -152,7 +152,8 @@ class EngineCore:
         shares = pending.plan.shares
         for index, share in enumerate(shares):
             record = self.records.get(share.rid)
-            if record is not None:
+            # A new request may have taken the id of one that ended while its last share was in flight.
+            if record is not None and record.sequence.last_step >= pending.plan.step:
                 record.started = True
                 if index in result.prompt_logprobs:
                     record.input_logprobs.append(result.prompt_logprobs[index])
