@@ -115,6 +115,16 @@ def test_filters_keep_what_the_rule_says(top_k, top_p, min_p):
         assert {int(ids[i]) for ids in seen} <= kept_by_hand(row, top_k, top_p, min_p)
 
 
+@pytest.mark.parametrize("head", [1, 8, 60])
+def test_filters_find_the_same_with_few_tokens_sorted(head):
+    z = torch.cat([2 * torch.randn(4, 300), torch.randn(4, 300).round(), 0.01 * torch.randn(2, 300)])
+    for top_k, top_p, min_p in ((ALL, 0.9, 0.0), (5, 1.0, 0.0), (100, 0.5, 0.02), (ALL, 0.999, 0.0), (ALL, 1.0, 0.3)):
+        kw = settings(10, 1.0, top_k, top_p, min_p)
+        filters = kw["top_k_N"], kw["top_p_N"], kw["min_p_N"]
+        few, every = filter_threshold(z, *filters, head), filter_threshold(z, *filters, 300)
+        assert (z >= few[:, None]).equal(z >= every[:, None])
+
+
 def test_logprobs():
     logits = torch.randn(4, 50)
     temperature = torch.tensor([0.0, 1.0, 0.5, 3.0])

@@ -155,15 +155,21 @@ def paged_attention_ref(
         inside_BL = torch.arange(slots_BL.shape[1], device=q_TND.device) < lens_b[:, None]
         slots_BL = torch.where(inside_BL, slots_BL, slots_BL[:, :1])
         seen_BnL = _seen(lens_b[:, None] - 1, slots_BL.shape[1], window, chunk) & inside_BL[:, None]
-        out_TNE[tokens] = _attend(q_TND[tokens][:, None], k_SHD[slots_BL], v_SHE[slots_BL], seen_BnL, **rule)[:, 0]
+        k_BLHD, v_BLHE = (_rows(cache, slots_BL) for cache in (k_SHD, v_SHE))
+        out_TNE[tokens] = _attend(q_TND[tokens][:, None], k_BLHD, v_BLHE, seen_BnL, **rule)[:, 0]
     for b, (count, n) in enumerate(zip(counts, lens, strict=True)):
         if count > 1 and n > 0:
             tokens = slice(starts[b], starts[b + 1])
-            slots_L = slot_table_RC[rows_B[b], :n].long()
+            k_1LHD, v_1LHE = (_rows(cache, slot_table_RC[rows_B[b], :n][None]) for cache in (k_SHD, v_SHE))
             positions = torch.arange(n - count, n, device=q_TND.device)[None]
             seen = None if count == n and window is None and chunk is None else _seen(positions, n, window, chunk)
-            out_TNE[tokens] = _attend(q_TND[None, tokens], k_SHD[slots_L][None], v_SHE[slots_L][None], seen, **rule)[0]
+            out_TNE[tokens] = _attend(q_TND[None, tokens], k_1LHD, v_1LHE, seen, **rule)[0]
     return out_TNE
+
+
+def _rows(cache_SHD: Tensor, slots_BL: Tensor) -> Tensor:
+    """cache[slots]: [B, L, H, D]; index_select copies whole rows, twice as fast as indexing on a CPU."""
+    return cache_SHD.index_select(0, slots_BL.flatten()).unflatten(0, slots_BL.shape)
 
 
 def _seen(positions_Bn: Tensor, length: int, window: int | None, chunk: int | None) -> Tensor:

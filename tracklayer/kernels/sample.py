@@ -21,6 +21,7 @@ from tracklayer.kernels.sample_kernels import launch_apply_penalties, launch_log
 NEG_INF = float("-inf")
 LARGE = 1e30  # +inf logits become this, so that differences of them are not NaN
 GREEDY_BELOW = 1e-6
+ROW_TOKENS = 1 << 16  # logits that the reference samples from at once
 
 
 def sample(
@@ -59,31 +60,48 @@ def sample_ref(
     all_greedy: bool,
     any_filter: bool,
 ) -> Tensor:
-    """The torch reference of `sample`."""
-    logits_NV = logits_NV.float().nan_to_num(nan=NEG_INF, posinf=LARGE, neginf=NEG_INF)
+    """The torch reference of `sample`; a few rows at a time, so that the noise stays in the processor's cache."""
     if all_greedy:
-        return logits_NV.argmax(-1).to(torch.int32)
-    greedy_N = (temperature_N < GREEDY_BELOW) | (top_k_N == 1)
-    z_NV = logits_NV / torch.where(greedy_N, 1.0, temperature_N)[:, None]
-    if any_filter:
-        z_NV = z_NV.masked_fill(z_NV < filter_threshold(z_NV, top_k_N, top_p_N, min_p_N)[:, None], NEG_INF)
-    # Gumbel noise is -log of an exponential variate; greedy rows take none.
-    noise_NV = exponential_noise(seeds_N, positions_N, logits_NV.shape[1]).log_().masked_fill_(greedy_N[:, None], 0.0)
-    return (z_NV - noise_NV).argmax(-1).to(torch.int32)
+        return _clean(logits_NV).argmax(-1).to(torch.int32)
+    ids = []
+    for n in torch.arange(len(logits_NV), device=logits_NV.device).split(max(ROW_TOKENS // logits_NV.shape[1], 1)):
+        greedy_N1 = ((temperature_N[n] < GREEDY_BELOW) | (top_k_N[n] == 1))[:, None]
+        z_NV = _clean(logits_NV[n]) / torch.where(greedy_N1, 1.0, temperature_N[n][:, None])
+        if any_filter:
+            least_N = filter_threshold(z_NV, top_k_N[n], top_p_N[n], min_p_N[n])
+            z_NV.masked_fill_((z_NV < least_N[:, None]) & ~greedy_N1, NEG_INF)
+        # Gumbel noise is -log of an exponential variate; greedy rows take none.
+        noise_NV = exponential_noise(seeds_N[n], positions_N[n], logits_NV.shape[1]).log_()
+        ids.append((z_NV - noise_NV.masked_fill_(greedy_N1, 0.0)).argmax(-1))
+    return torch.cat(ids).to(torch.int32) if ids else torch.empty(0, dtype=torch.int32, device=logits_NV.device)
 
 
-def filter_threshold(z_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
-    """float32 [N]: tokens of z_NV (logits over temperature) below it are dropped by top-k, top-p or min-p."""
-    sorted_NV = z_NV.sort(-1, descending=True).values
-    last_N1 = (top_k_N.long().clamp(1, z_NV.shape[1]) - 1)[:, None]
-    kth_N1 = sorted_NV.gather(1, last_N1)
-    mass_NV = (sorted_NV - sorted_NV[:, :1]).exp().masked_fill(sorted_NV < kth_N1, 0.0)
-    mass_NV = mass_NV / mass_NV.sum(-1, keepdim=True)
-    before_NV = mass_NV.cumsum(-1) - mass_NV
-    no_limit_N1 = top_p_N[:, None] >= 1  # the sum of the likelier ones may round up to 1
-    kept_N = (((before_NV < top_p_N[:, None]) | no_limit_N1) & (sorted_NV >= kth_N1)).sum(-1).clamp(min=1)
-    by_p_N1 = sorted_NV.gather(1, kept_N[:, None] - 1)
-    by_min_p_N1 = sorted_NV[:, :1] + min_p_N[:, None].log()
+def _clean(logits_NV: Tensor) -> Tensor:
+    return logits_NV.float().nan_to_num(nan=NEG_INF, posinf=LARGE, neginf=NEG_INF)
+
+
+def filter_threshold(z_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor, head: int = 1024) -> Tensor:
+    """float32 [N]: tokens of z_NV (logits over temperature) below it are dropped by top-k, top-p or min-p.
+
+    Only the `head` likeliest tokens are sorted; when a row needs more, all are.
+    """
+    vocabulary = z_NV.shape[1]
+    head = min(head, vocabulary)
+    sorted_NS = z_NV.topk(head, -1).values if head < vocabulary else z_NV.sort(-1, descending=True).values
+    limited_N = top_k_N < vocabulary
+    kth_N1 = sorted_NS.gather(1, (top_k_N.long().clamp(1, head) - 1)[:, None])
+    kth_N1 = torch.where(limited_N[:, None], kth_N1, NEG_INF)
+    top_N1 = sorted_NS[:, :1]
+    whole_N1 = (z_NV - top_N1).exp_().masked_fill_(z_NV < kth_N1, 0.0).sum(-1, keepdim=True)
+    mass_NS = (sorted_NS - top_N1).exp().masked_fill(sorted_NS < kth_N1, 0.0) / whole_N1
+    under_NS = (mass_NS.cumsum(-1) - mass_NS < top_p_N[:, None]) & (sorted_NS >= kth_N1)
+    nucleus_N = top_p_N < 1  # without it nothing is dropped: a sum of the likelier ones may round up to 1
+    needs_more = (limited_N & (top_k_N > head)) | (nucleus_N & under_NS.all(-1))
+    if head < vocabulary and bool(needs_more.any()):
+        return filter_threshold(z_NV, top_k_N, top_p_N, min_p_N, vocabulary)
+    by_p_N1 = sorted_NS.gather(1, (under_NS.sum(-1).clamp(min=1) - 1)[:, None])
+    by_p_N1 = torch.where(nucleus_N[:, None], by_p_N1, NEG_INF)
+    by_min_p_N1 = top_N1 + min_p_N[:, None].log()
     return torch.maximum(torch.maximum(kth_N1, by_p_N1), by_min_p_N1)[:, 0]
 
 
