@@ -422,3 +422,25 @@ def test_group_limit_counts_in_the_margin() -> None:
     assert scores.deficit(np.array([[0, 2]]), zero, zero) == np.inf  # two groups where one is kept
     assert scores.deficit(np.array([[2, 2]]), zero, zero) == np.inf
     assert scores.deficit(np.array([[2, 8]]), zero, zero) == np.inf
+
+
+def test_two_faults_at_once_are_not_given_one_name() -> None:
+    w = world(seed=6)
+    logits = w.logits(200)
+    ids = w.record(logits)
+    ids[:60] = 0
+    ids[100:, 1:3] = elsewhere(w, 100)[:, 1:3]
+    report = audit(Observed(ids), w.scores(logits))
+    assert report.verdict == "unexplained" and report.status == 1
+    assert "zero rows would account for 6" in report.sentence
+
+
+def test_a_few_sets_beyond_the_noise_are_told_not_alarmed() -> None:
+    """Heavy tails of real noise: one scattered set in a thousand passes, and the sentence says so."""
+    w = world(seed=8)
+    logits = w.logits(1024)
+    ids = w.record(logits)
+    for t in (100, 500, 900):
+        ids[t, t % w.layers] = np.argsort(logits[t, t % w.layers])[: w.top_k]
+    report = audit(Observed(ids), w.scores(logits))
+    assert report.verdict == "clean" and "3 beyond it (tolerated)" in report.sentence

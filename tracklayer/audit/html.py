@@ -20,6 +20,7 @@ from tracklayer.audit.verdict import Report
 
 WIDTH, LEFT, CELL_HEIGHT = 720, 56, 12
 MAX_BINS = 64
+MAX_PICTURED = 20  # requests with pictures: some hundred kilobytes each
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --page: #ffffff; --card: #f6f8fa; --line: #d0d7de;
@@ -38,7 +39,8 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; }
 p { overflow-wrap: anywhere; } p.note { color: var(--soft); font-size: .875rem; margin: .2rem 0; }
-svg { display: block; width: 100%; height: auto; } svg text { fill: var(--soft); font: 10px system-ui, sans-serif; }
+svg { display: block; width: 100%; min-width: 34rem; height: auto; }
+svg text { fill: var(--soft); font: 10px system-ui, sans-serif; }
 .g { fill: var(--good); } .t { fill: var(--tie); } .b { fill: var(--bad); } .l { fill: var(--bar); }
 .n { fill: var(--line); } .rule { stroke: var(--soft); stroke-dasharray: 4 3; }
 """
@@ -48,7 +50,10 @@ def page(reports: Sequence[Report]) -> str:
     """The whole page as text."""
     head = "".join(f"<th>{h}</th>" for h in ("request", "rows", "equal", "near ties", "wrong", "missing", "verdict"))
     rows = "".join(_summary_row(r) for r in reports)
-    body = "".join(_section(r) for r in reports)
+    pictured = sorted(reports, key=lambda r: r.verdict == "clean")[:MAX_PICTURED]
+    body = "".join(_section(r) for r in pictured)
+    if len(reports) > len(pictured):
+        body += f'<p class="note">Pictures of {len(pictured)} of {len(reports)} requests, those with a fault first.</p>'
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -79,7 +84,7 @@ def _section(report: Report) -> str:
         "<h3>Agreement by layer and position</h3>"
         '<p class="note">Green: equal; amber: near ties; red: wrong; grey: missing. Positions run to the right.</p>'
         f"{_agreement(report)}<h3>Load of the experts</h3>"
-        '<p class="note">How often each expert was recorded, against an equal share (darkest: four times it).</p>'
+        '<p class="note">How often each expert was recorded, against an equal share (full colour: four times it).</p>'
         f"{_load(report)}<h3>Margins of the sets that differ</h3>"
         '<p class="note">How far the recorded set lies below the reference&rsquo;s choice, in standard deviations of '
         f"the noise. Left of the dashed line ({TIE_SIGMAS:g}): near ties.</p>{_histogram(report)}</section>"
@@ -88,17 +93,16 @@ def _section(report: Report) -> str:
 
 def _svg(height: float, label: str, content: str) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}" '
-        f'xmlns="http://www.w3.org/2000/svg">{content}</svg>'
+        f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}" '
+        f'xmlns="http://www.w3.org/2000/svg">{content}</svg></div>'
     )
 
 
 def _rect(x: float, y: float, width: float, height: float, kind: str, opacity: float = 1.0, title: str = "") -> str:
     told = f"<title>{escape(title)}</title>" if title else ""
-    return (
-        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-        f'fill-opacity="{opacity:.2f}">{told}</rect>'
-    )
+    faint = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect class="{kind}" {place}{faint}>{told}</rect>' if told else f'<rect class="{kind}" {place}{faint}/>'
 
 
 def _layer_labels(report: Report) -> str:
@@ -129,10 +133,12 @@ def _agreement(report: Report) -> str:
             y, height = float(c * CELL_HEIGHT), CELL_HEIGHT - 1.0
             place = f"positions {first + report.observed.start}-{end - 1 + report.observed.start}"
             words = f"{place}, layer {report.scores.layer_ids[c]}: {shares[0, c]:.0%} equal, {shares[2, c]:.0%} wrong"
+            parts.append(f"<g><title>{escape(words)}</title>")
             for (kind, _), share in zip(kinds, shares[:, c], strict=True):
                 if share > 0:
-                    parts.append(_rect(LEFT + i * width, y, width, height * share, kind, title=words))
+                    parts.append(_rect(LEFT + i * width, y, width, height * share, kind))
                     y += height * share
+            parts.append("</g>")
     bottom = layers * CELL_HEIGHT
     last = report.observed.start + rows - 1
     parts.append(f'<text x="{LEFT}" y="{bottom + 12}">{report.observed.start}</text>')
@@ -142,7 +148,7 @@ def _agreement(report: Report) -> str:
 
 def _load(report: Report) -> str:
     ids_TLK, experts = report.observed.ids_TLK, report.scores.num_experts
-    bins = min(experts, 2 * MAX_BINS)
+    bins = min(experts, MAX_BINS)
     width = (WIDTH - LEFT) / bins
     parts = [_layer_labels(report)]
     for c, layer in enumerate(report.scores.layer_ids):
@@ -154,7 +160,7 @@ def _load(report: Report) -> str:
             name = (
                 f"expert {int(np.ceil(edges[e]))}" if bins == experts else f"experts {edges[e]:.0f}-{edges[e + 1]:.0f}"
             )
-            words = f"layer {layer}, {name}: {counts[e]} times, {relative[e]:.1f} of an equal share"
+            words = f"layer {layer}, {name}: {relative[e]:.1f} of an equal share"
             opacity = 0.04 + 0.96 * min(relative[e] / 4.0, 1.0)
             parts.append(_rect(LEFT + e * width, c * CELL_HEIGHT, width, CELL_HEIGHT - 1, "l", opacity, words))
     bottom = len(report.scores.layer_ids) * CELL_HEIGHT

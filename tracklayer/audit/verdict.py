@@ -17,17 +17,19 @@ from tracklayer.audit.faults import DETECTORS
 from tracklayer.audit.patterns import PATTERNS
 from tracklayer.audit.scores import TIE_SIGMAS, ReferenceScores
 
+PART = 0.1  # share from which a fault is mentioned that accounts for a part only
 TOLERATED = 1e-3  # share of sets beyond the noise, without a pattern, that still passes as clean
 
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """The outcome for one request, with all that pictures need."""
+    """The outcome for one request, with all that pictures need. `parts`: faults that account for some of it only."""
 
     observed: Observed
     scores: ReferenceScores
     comparison: Comparison
     finding: Finding | None
+    parts: tuple[Finding, ...] = ()
 
     @property
     def verdict(self) -> Literal["clean", "fault", "unexplained"]:
@@ -46,7 +48,11 @@ class Report:
         if self.finding:
             return self.finding.sentence
         if self.verdict == "unexplained":
-            return f"{sums['wrong']} sets ({sums['wrong_share']:.2%}) differ beyond the noise, without a known pattern"
+            some = "; ".join(f"{f.fault} would account for {f.explained:.0%}" for f in self.parts)
+            return (
+                f"{sums['wrong']} sets ({sums['wrong_share']:.2%}) differ beyond the noise, and no one fault accounts "
+                f"for them{f': {some}' if some else ''}"
+            )
         beyond = f", {sums['wrong']} beyond it (tolerated)" if sums["wrong"] else ""
         return f"routes are the reference's: {sums['tie']} sets differ by near ties within the noise{beyond}"
 
@@ -69,6 +75,7 @@ class Report:
             "verdict": self.verdict,
             "sentence": self.sentence,
             "finding": finding,
+            "parts": {f.fault: f.explained for f in self.parts},
             "sums": self.comparison.sums,
         }
 
@@ -88,20 +95,22 @@ def audit(
     Raises UserError when the routes do not fit the reference (layers, width, positions).
     """
     case = Case(observed, scores, others=others, versions=versions, tie_sigmas=tie_sigmas)
-    return Report(observed, scores, case.comparison, name_fault(case))
+    return Report(observed, scores, case.comparison, *name_fault(case))
 
 
-def name_fault(case: Case) -> Finding | None:
-    """The one fault that accounts for the wrong sets, or None."""
+def name_fault(case: Case) -> tuple[Finding | None, tuple[Finding, ...]]:
+    """The one fault that accounts for the wrong sets, or None; and, if None, those that account for a part."""
     missing = case.comparison.missing_TL
     if not case.num_wrong:
         if not missing.any():
-            return None
+            return None, ()
         words = f"rows are marked as missing (-1) at {case.where(missing)}; what is there is right"
-        return Finding("missing rows", 1.0, words, {"sets": int(missing.sum())})
-    found = [f for detector in DETECTORS if (f := detector(case)) and f.explained >= f.enough]
-    if found:
-        return max(found, key=lambda f: f.explained)  # max keeps the first of equals: the more specific
+        return Finding("missing rows", 1.0, words, {"sets": int(missing.sum())}), ()
+    found = [f for detector in DETECTORS if (f := detector(case))]
+    enough = [f for f in found if f.explained >= f.enough]
+    if enough:
+        return max(enough, key=lambda f: f.explained), ()  # max keeps the first of equals: the more specific
     if case.comparison.sums["wrong_share"] <= TOLERATED and case.row_share_T.max() < 0.5:
-        return None
-    return next((f for pattern in PATTERNS if (f := pattern(case))), None)
+        return None, ()
+    named = next((f for pattern in PATTERNS if (f := pattern(case))), None)
+    return named, () if named else tuple(f for f in found if f.explained >= PART)
