@@ -7,6 +7,7 @@ import torch
 from tracklayer.kernels.combine import combine, combine_ref
 from tracklayer.kernels.experts import ExpertSpec, activate
 from tracklayer.kernels.experts_cuda import fused_experts_triton
+from tracklayer.kernels.grouped_gemm import grouped_gemm, grouped_gemm_ref
 from tracklayer.kernels.route import gate_logits
 from tracklayer.kernels.route_few import route_few
 from tracklayer.kernels.route_sort import route_sort, route_sort_ref
@@ -16,9 +17,7 @@ from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing, select_expe
 NOAUX = {"score": "sigmoid", "choice_bias": True, "renormalize": True, "renorm_eps": 1e-20, "scale": 2.5}
 ROUTERS = {
     "softmax": RouterSpec(num_experts=12, top_k=3),
-    "softmax, renormalised, bf16 weights": RouterSpec(
-        num_experts=60, top_k=4, renormalize=True, weights_dtype="model"
-    ),
+    "softmax, renormalised, bf16 weights": RouterSpec(num_experts=60, top_k=4, renormalize=True, weights_dtype="model"),
     "noaux": RouterSpec(num_experts=24, top_k=4, num_groups=4, topk_groups=2, **NOAUX),
     "noaux, one group": RouterSpec(num_experts=33, top_k=6, **NOAUX),
     "groups by max": RouterSpec(
@@ -216,3 +215,23 @@ def check_combine(dtype: torch.dtype, device: str) -> None:
             for f, where in ((combine, device), (combine_ref, "cpu"))
         ]  # fmt: skip
         torch.testing.assert_close(*results)
+
+
+def check_grouped_gemm(config: dict, first: bool, dtype: torch.dtype, device: str) -> None:
+    """One product on its own: rows at the right places, biases and activation, rows without an expert unwritten."""
+    generator = torch.Generator().manual_seed(5)
+    num_tokens, top_k, experts, width, inner = 11, 2, 4, 24, 40
+    spec = ExpertSpec(activation="swiglu_oai", clamp_before=1.0)
+    ids_TK = some_ids("padded", num_tokens, top_k, experts, generator).to(device)
+    weights_TK = torch.rand(num_tokens, top_k, generator=generator).to(device)
+    pairs = route_sort(ids_TK, experts, config["m"])
+    rows, reduction = (2 * inner, width) if first else (width, inner)
+    a = torch.randn(num_tokens if first else num_tokens * top_k, reduction, generator=generator).to(dtype).to(device)
+    w_EQR = (torch.randn(experts, rows, reduction, generator=generator) * reduction**-0.5).to(dtype).to(device)
+    bias = torch.randn(experts, rows, generator=generator).to(dtype).to(device)
+    got = grouped_gemm(a, w_EQR, pairs, weights_TK, spec, config, first=first, bias=bias)
+    want = grouped_gemm_ref(a, w_EQR, pairs, weights_TK, spec, first=first, bias=bias)
+    written = ~want[:, 0].isnan()
+    assert written.sum() == int((ids_TK >= 0).sum())
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    assert (got[written].double() - want[written]).norm() / want[written].norm() < bound

@@ -78,6 +78,12 @@ def test_float32_experts():
         checks.check_experts(ExpertSpec(), config, "spread", (37, 3, 5, 200, 72), torch.float32, "cuda")
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_one_product(first):
+    for config in (c for c in CONFIGS.values() if c["form"] == "sorted"):
+        checks.check_grouped_gemm(config["up"], first, torch.bfloat16, "cuda")
+
+
 def test_combine_never_reads_rows_without_an_expert():
     checks.check_combine(torch.bfloat16, "cuda")
 

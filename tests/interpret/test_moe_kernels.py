@@ -38,7 +38,7 @@ def test_choice_equals_the_reference(name, dtype):
 
 @pytest.mark.parametrize("name", checks.LARGE_ROUTERS)
 def test_choice_among_many_experts(name):
-    checks.check_select(checks.LARGE_ROUTERS[name], 17, torch.float32, "cpu", seed=3)
+    checks.check_select(checks.LARGE_ROUTERS[name], 9, torch.float32, "cpu", seed=3)
 
 
 def test_choice_of_no_tokens_launches_nothing():
@@ -59,16 +59,16 @@ def test_pairs_are_grouped_in_order(kind):
         checks.check_sort(ids_TK, experts, 16, "cpu")
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", ["small", "tall weights", "tall rows"])
 @pytest.mark.parametrize("name", checks.EXPERTS)
 def test_experts_equal_the_definition(name, config):
-    checks.check_experts(checks.EXPERTS[name], CONFIGS[config], "padded", (7, 3, 5, 40, 24), torch.float32, "cpu")
+    checks.check_experts(checks.EXPERTS[name], CONFIGS[config], "padded", (5, 3, 4, 40, 24), torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", ["spread", "all to one"])
 def test_experts_under_uneven_load(kind, config):
-    checks.check_experts(ExpertSpec(), CONFIGS[config], kind, (23, 2, 7, 32, 20), torch.float32, "cpu")
+    checks.check_experts(ExpertSpec(), CONFIGS[config], kind, (19, 2, 5, 32, 20), torch.float32, "cpu")
 
 
 def test_no_tokens_and_one_token():
@@ -83,3 +83,9 @@ def test_no_tokens_and_one_token():
 
 def test_combine_never_reads_rows_without_an_expert():
     checks.check_combine(torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_product(first):
+    for config in (c for c in CONFIGS.values() if c["form"] == "sorted"):
+        checks.check_grouped_gemm(config["up"], first, torch.float32, "cpu")
