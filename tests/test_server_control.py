@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from server_fakes import route_rows
 from server_http import GREEDY, TOKENIZER, serving
 
 from tracklayer.server.control import CONTROL_PATHS, NOT_BUILT
@@ -217,3 +218,23 @@ async def test_fault_of_ours_is_a_500_without_its_text(monkeypatch):
         monkeypatch.setattr(service.frontend.intake, "split", broken)
         reply = await client.post("/generate", json={"text": "a"})
         assert reply.status_code == 500 and "secret" not in reply.text and reply.json()["code"] == 500
+
+
+async def test_page_needs_no_key_and_its_data_does():
+    async with serving(api_key="k") as (client, _, _):
+        page = await client.get("/")
+        assert page.status_code == 200 and "<title>Tracklayer" in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "://" not in page.text  # nothing is fetched from elsewhere
+        assert (await client.get("/expert_load")).status_code == 401
+
+
+async def test_expert_load_counts_the_returned_routes():
+    async with serving() as (client, _, _):
+        body = {"input_ids": [4, 5, 6], "sampling_params": GREEDY, "return_routed_experts": True}
+        fed = [4, 5, 6, *(await client.post("/generate", json=body)).json()["output_ids"][:-1]]
+        load = (await client.get("/expert_load")).json()
+    rows = route_rows(fed)
+    assert load["rows"] == len(fed) and load["layer_ids"] == [1, 2, 3]
+    for layer, counts in enumerate(load["counts"]):
+        assert counts == [int((rows[:, layer] == e).sum()) for e in range(load["num_experts"])]

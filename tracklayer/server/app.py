@@ -6,13 +6,13 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from tracklayer.errors import TracklayerError
-from tracklayer.server import control, inference, info, native, openai_chat, openai_completions
+from tracklayer.server import control, inference, info, native, openai_chat, openai_completions, page
 from tracklayer.server.config import ServerConfig
 from tracklayer.server.errors import on_fault, on_http_error, on_tracklayer_error
 from tracklayer.server.gate import Gate
 from tracklayer.server.service import Service
 
-ROUTERS = (native, openai_completions, openai_chat, inference, control, info)
+ROUTERS = (native, openai_completions, openai_chat, inference, control, info, page)
 
 
 def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:

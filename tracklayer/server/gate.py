@@ -35,9 +35,9 @@ class Gate:
         service = getattr(scope["app"].state, "service", None)
         if refusal is not None:
             response = refusal
-        elif service is None:
+        elif service is None and path != "/":
             response = error_response(ApiError(503, "the model is loading"), path)
-        elif service.stopping and path in GENERATING:
+        elif service is not None and service.stopping and path in GENERATING:
             response = error_response(ApiError(503, "the server is stopping"), path)
         else:
             await self.app(scope, receive, send)

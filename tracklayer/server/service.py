@@ -21,6 +21,7 @@ from tracklayer.routes.codec import encode, encode_packed, encode_sglang
 from tracklayer.routes.forms import RouteShape
 from tracklayer.routes.record import Routes
 from tracklayer.server.config import ServerConfig
+from tracklayer.server.expert_load import ExpertLoad
 from tracklayer.server.metrics import Metrics
 
 ROUTE_FORMATS = ("int32", "packed", "npy")
@@ -37,6 +38,7 @@ class Service:
     config: ServerConfig
     engine_config: EngineConfig
     metrics: Metrics
+    expert_load: ExpertLoad
     chat_defaults: dict[str, Any]
     launch_command: str = ""
     started: float = field(default_factory=time.time)
@@ -67,6 +69,7 @@ class Service:
         int32: SGLang's, all decoder layers; packed: narrow and self-describing; npy: a .npy file, all decoder layers.
         """
         self.metrics.routes_sent(routes)
+        self.expert_load.add(routes)
         shape = RouteShape.of(routes, self.info.num_layers)
         if form == "packed":
             return encode_packed(routes, binary=binary)
@@ -108,11 +111,12 @@ def build_service(
         intake=intake,
         weight_version=engine_config.weight_version,
         stream_interval=config.stream_interval,
-        observer=metrics,
+        observer=metrics if config.enable_metrics else None,
     )
     control = ControlPlane(frontend, model_path=engine_config.model_path, weight_paths=config.weight_paths)
+    load = ExpertLoad(len(client.info.layer_ids), client.info.num_experts)
     defaults = generation_defaults(engine_config.model_path) if config.sampling_defaults == "model" else {}
-    return Service(frontend, control, config, engine_config, metrics, defaults, launch_command)
+    return Service(frontend, control, config, engine_config, metrics, load, defaults, launch_command)
 
 
 def generation_defaults(model_path: str) -> dict[str, Any]:
