@@ -16,8 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from tracklayer.config import load_model_config
 from tracklayer.errors import CheckpointError
 from tracklayer.models.decoder import Decoder
+from tracklayer.models.dequant import dequantised
 from tracklayer.models.spec import Family
 
 ALWAYS_IGNORED = (r".*rotary_emb\.inv_freq",)
@@ -142,9 +144,11 @@ class Loader:
 
 
 def load_weights(model: Decoder, family: Family, path: str) -> None:
-    """Fill `model` from the checkpoint directory `path`."""
+    """Fill `model` from the checkpoint directory `path`; quantised weights become plain ones on the way."""
+    config = load_model_config(path)
+    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     loader = Loader(model, family)
-    loader.load(checkpoint_tensors(path))
+    loader.load(dequantised(checkpoint_tensors(path), settings))
     loader.finish()
 
 
