@@ -150,7 +150,7 @@ def paged_decode(
     softcap: float | None = None,
     chunk: int | None = None,
     block: int = 64,
-    warps: int = 4,
+    warps: int | None = None,
     stages: int = 3,
     splits: int | None = None,
     out_TNE: Tensor | None = None,
@@ -164,7 +164,7 @@ def paged_decode(
     if sequences == 0:
         return out
     per_group = heads // kv_heads
-    rows = min(max(next_power_of_2(per_group), 16), 64 if value_width <= 256 else 16)
+    rows = min(max(next_power_of_2(per_group), 16), 64 if value_width <= 256 else 32)
     groups = kv_heads * -(-per_group // rows)
     if splits is None:
         splits = num_splits(sequences, groups, max_len, block, num_sms(q_TND.device))
@@ -182,6 +182,6 @@ def paged_decode(
         H=kv_heads, G=per_group, D=width, D0=d0, D1=d1, E=value_width, EP=padded, GP=rows, SPLITS=splits, L=block,
         WINDOW=window is not None, CHUNK=chunk is not None, SINKS=sinks_N is not None, SOFTCAP=softcap is not None,
         PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32", STAGES=stages, PDL=pdl,
-        launch_pdl=pdl, num_warps=warps,
+        launch_pdl=pdl, num_warps=warps or (4 if value_width <= 256 else 8),
     )  # fmt: skip
     return out
