@@ -193,6 +193,21 @@ def test_gradient_checkpointing_sees_the_same_routes(name: str, reentrant: bool)
     assert attributes(model) == before
 
 
+def test_torchs_checkpoint_wrapper_too() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    model = build("qwen3_moe")
+    batch = lay_out(other_routes(own_routes(model)), WHOLE)
+    _, want = gradients(model, lambda: replayed(model, batch))
+    apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__.endswith("DecoderLayer"))
+    before = attributes(model)
+    _, grads = gradients(model, lambda: replayed(model, batch))
+    assert attributes(model) == before
+    assert [
+        key for key in grads if not torch.equal(grads[key], want[key.replace("_checkpoint_wrapped_module.", "")])
+    ] == []
+
+
 def _alone(model: nn.Module, tokens: list[Tensor], routes: list[Routes]) -> list[Tensor]:
     outs = []
     for ids, r in zip(tokens, routes, strict=True):

@@ -118,8 +118,9 @@ def test_which_modules_are_routers() -> None:
 
 
 def test_route_shape() -> None:
-    assert route_shape(build("deepseek_v3")).layer_ids == (1, 2)
+    shape = route_shape(build("deepseek_v3"))
+    assert (shape.layer_ids, shape.num_hidden_layers) == ((1, 2), 3)
     shape = route_shape(build("longcat_flash"))
-    assert (shape.num_experts, shape.top_k, shape.layer_ids) == (12, 4, (0, 1))
+    assert (shape.num_experts, shape.top_k, shape.layer_ids, shape.num_hidden_layers) == (12, 4, (0, 1), 2)
     shape = route_shape(build("gemma4"))
     assert (shape.num_experts, shape.top_k, shape.num_hidden_layers) == (8, 3, 3)

@@ -102,11 +102,15 @@ def route_shape(model: nn.Module) -> RouteShape:
         raise UserError(
             f"the routers of {type(model).__name__} do not agree on (top_k, experts): {sorted(sizes, key=str)}"
         )
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", config)
-    hidden = getattr(config, "num_hidden_layers", None)
+    # The list that holds the layers, not the config: LongCat's num_hidden_layers counts each layer twice.
+    parts = routers[0].path.split(".")
+    at = max(i for i, part in enumerate(parts) if part.isdecimal())
+    layers = model.get_submodule(".".join(parts[:at]))
     return RouteShape(
-        layer_ids=tuple(r.layer for r in routers), top_k=top_k, num_experts=num_experts, num_hidden_layers=hidden
+        layer_ids=tuple(r.layer for r in routers),
+        top_k=top_k,
+        num_experts=num_experts,
+        num_hidden_layers=len(list(layers.children())),
     )
 
 
@@ -136,9 +140,10 @@ class _Choice(TorchFunctionMode):
         self._stand_ins = CHOOSERS[next((name for name in names if name in CHOOSERS), "*")]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         stand_in = self._stand_ins.get(func)
-        return result if stand_in is None else stand_in(self, result, args[0], kwargs or {})
+        return result if stand_in is None else stand_in(self, result, args[0] if args else kwargs["input"], kwargs)
 
     def _is_scores(self, x: Any) -> bool:
         """[N, E]: the scores of groups have another width."""
