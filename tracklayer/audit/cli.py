@@ -70,8 +70,10 @@ def load_model(path: str, dtype: str, device: str) -> Any:
     """The checkpoint as a Hugging Face causal model in eval mode. Raises CheckpointError when it can not be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     load_model_config(path)
+    logging.disable_progress_bar()  # standard error is for reasons
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
         return model.to(device).eval()

@@ -73,7 +73,7 @@ def print_table(reports: Sequence[Report], console: Any) -> None:
         ("missing", "right"),
         ("verdict", "left"),
     ):
-        table.add_column(heading, justify=justify)
+        table.add_column(heading, justify=justify, overflow="fold")
     for report in reports:
         sums = report.comparison.sums
         table.add_row(
