@@ -12,10 +12,12 @@ import torch
 import transformers
 from reference_models.plain import MODELS
 from safetensors.torch import save_file
+from tiny_mixers import MIXERS
 from tiny_variants import COMMON
 from tiny_variants import VARIANTS as BUILT
+from tiny_windows import WINDOWED
 
-VARIANTS: dict[str, Any] = BUILT | MODELS
+VARIANTS: dict[str, Any] = BUILT | WINDOWED | MIXERS | MODELS
 
 
 def build(variant: str, seed: int = 0, **overrides: Any) -> Any:

@@ -168,11 +168,6 @@ def block(
     return Sublayer(name="attn", body=attention, **options), Sublayer(name="ffn", body=ffn, **options)
 
 
-def dense_first(c: Config, attention: AttentionSpec, moe: MoESpec, first: int) -> ModelSpec:
-    """Layers before `first` have a dense MLP, the others the MoE."""
-    return model(c, lambda i: block(attention, moe if i >= first else dense(c), norm(c)))
-
-
 def activation(c: Config) -> Any:
     """Our name of the config's activation. Raises CheckpointError for one that is not known."""
     known = {

@@ -100,7 +100,7 @@ def _build(base: str, parts: dict[str, Tensor], settings: dict[str, Any]) -> Ten
 
 
 def from_float8(values: Tensor, scale: Tensor, block: list[int] | None = None) -> Tensor:
-    """values float8 [..., N, K] times scale: one, one a row [..., N, 1] or one a block [..., N / b0, K / b1] (rounded up)."""
+    """values float8 [..., N, K] times scale: one, one a row [..., N, 1], or one a block [..., N / b0, K / b1]."""
     scale = scale.float()
     rows, columns = values.shape[-2:]
     if block and scale.shape[-2:] == (-(-rows // block[0]), -(-columns // block[1])):

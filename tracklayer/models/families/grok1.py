@@ -1,7 +1,8 @@
 """Grok-1: float32 softmax router, top 2 without renormalising; sandwich norms; softcapped attention; gelu experts.
 
 The model's own code (JAX) caps neither the router's logits nor divides the weights; SGLang caps them, vLLM caps and
-divides. The ids agree (tanh is monotone), the weights do not. Here it is as in the model's own code, unless the config
+divides. The ids agree (tanh is monotone), the weights do not, though the norm after the block cancels what is common to
+a token's weights. Here it is as in the model's own code, unless the config
 itself names a router_logit_softcapping.
 """
 

@@ -6,6 +6,8 @@ Router weights are cast back to the model's dtype (transformers does, and traine
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tracklayer.kernels.topk import RouterSpec
 from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec
 from tracklayer.models.common import (
@@ -13,6 +15,7 @@ from tracklayer.models.common import (
     OUTER,
     Config,
     activation,
+    block,
     dense,
     gqa,
     mlp_names,
@@ -35,7 +38,7 @@ MOE = {
 }
 
 
-def moe_spec(c: Config, attention: AttentionSpec, shared: MLPSpec | None) -> ModelSpec:
+def moe_spec(c: Config, attention: list[AttentionSpec], shared: MLPSpec | None) -> ModelSpec:
     router = RouterSpec(
         num_experts=num_experts(c),
         top_k=need(c, "num_experts_per_tok"),
@@ -53,21 +56,27 @@ def moe_spec(c: Config, attention: AttentionSpec, shared: MLPSpec | None) -> Mod
     def layer(i: int) -> tuple[Sublayer, ...]:
         sparse = i not in (c.get("mlp_only_layers") or ()) and (i + 1) % c.get("decoder_sparse_step", 1) == 0
         ffn = moe if sparse else dense(c)
-        return Sublayer(name="attn", body=attention, pre_norm=norm(c)), Sublayer(name="ffn", body=ffn, pre_norm=norm(c))
+        return block(attention[i], ffn, norm(c))
 
     return model(c, layer)
 
 
 def qwen2(c: Config) -> ModelSpec:
-    window = c.get("sliding_window") if c.get("use_sliding_window") else None
+    full = gqa(c, qkv_bias=c.get("qkv_bias", True))
+    slides = [False] * need(c, "num_hidden_layers")
+    if c.get("use_sliding_window"):
+        until = c.get("max_window_layers", 28)
+        slides = [kind == "sliding_attention" for kind in c.get("layer_types") or ()]
+        slides = slides or [i % 2 == 0 and i < until for i in range(need(c, "num_hidden_layers"))]
     shared = MLPSpec(width=need(c, "shared_expert_intermediate_size"), activation=activation(c))
-    return moe_spec(c, gqa(c, qkv_bias=c.get("qkv_bias", True), window=window), shared)
+    return moe_spec(c, [replace(full, window=c["sliding_window"]) if slide else full for slide in slides], shared)
 
 
 def qwen3(c: Config) -> ModelSpec:
     bias = c.get("attention_bias", False)
     window = c.get("sliding_window") if c.get("use_sliding_window") else None
-    return moe_spec(c, gqa(c, qk_norm="head", qkv_bias=bias, out_bias=bias, window=window), None)
+    attention = gqa(c, qk_norm="head", qkv_bias=bias, out_bias=bias, window=window)
+    return moe_spec(c, [attention] * need(c, "num_hidden_layers"), None)
 
 
 RULE = "i not in mlp_only_layers and (i + 1) % decoder_sparse_step == 0"
