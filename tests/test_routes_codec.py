@@ -282,6 +282,25 @@ def test_zero_rows_of_producers_that_zero() -> None:
         decode(base64.b64encode(wire.tobytes()).decode(), "sglang", SHAPE)
 
 
+def test_one_zero_is_an_expert() -> None:
+    """With top 1 a zero can not mean missing: neither read so nor written so."""
+    shape = RouteShape(layer_ids=(0,), top_k=1, num_experts=4, num_hidden_layers=1)
+    wire = np.array([[[0]], [[3]]], np.int32)
+    assert decode(wire, "vllm_0.14", shape).complete
+    with pytest.raises(IncompleteRoutes):
+        encode(Routes([[[-1]], [[3]]], (0,), 4), "vllm_0.14", shape)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
+def test_trainers_types(dtype: str) -> None:
+    routes = holed(random_routes(9))
+    wire = encode(routes, "nemo_rl", dtype=dtype)
+    assert wire.dtype == dtype and (wire[2, 1] == -1).all()
+    assert decode(wire, "nemo_rl", SHAPE, num_tokens=9) == routes
+    with pytest.raises(UserError, match="ids up to 299 do not fit int8"):
+        encode(random_routes(experts=300), "nemo_rl", dtype="int8")
+
+
 def test_gaps_of_minus_one_and_legal_padding() -> None:
     """-1 is a gap; padding 0..K-1 is a legal row and can only be told by the token count."""
     routes = random_routes(9)

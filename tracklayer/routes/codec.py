@@ -45,7 +45,7 @@ def encode(routes: Routes, form: str | Form, shape: RouteShape | None = None, **
         raise UserError(f"routes have layers {list(routes.layer_ids)}, the shape says {list(shape.layer_ids)}")
     if form.layers is None:
         raise UserError('this form has either layer axis: say layers="all" or layers="moe"')
-    if form.missing is None:
+    if form.missing is None or (form.missing == 0 and routes.top_k == 1):  # one expert 0 is a route, not a gap
         routes.require_complete()
     dtype = np.dtype(form.dtype or _written_dtype(routes, form))
     if form.container != "base64" or form.axes != "TLK":

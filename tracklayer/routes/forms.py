@@ -74,6 +74,7 @@ class Form:
 
 
 FORMS: dict[str, Form] = {
+    # producers
     "sglang": Form(container="base64", dtype="int32", layers="all"),
     "sglang_moe": Form(container="base64", dtype="int32", layers="moe"),
     "sglang_jax": Form(container="base64", dtype="int32", layers="all", axes="LTK", dense=-1),
@@ -88,9 +89,18 @@ FORMS: dict[str, Form] = {
     "megatron": Form(container="array", dtype="int32", layers="moe", last_row=None),
     "prime_rl_base85": Form(container="base85", dtype="int32", layers="moe"),
     "prime_rl": Form(container="raw", layers="moe"),
+    # consumers
     "slime": Form(container="array", dtype="int32", layers="all"),
+    "miles": Form(container="array", dtype="int32", layers="all"),
+    "vime": Form(container="array", dtype="int32", layers="all"),
+    "areal": Form(container="array", dtype="int32", layers="all"),
     "verl": Form(container="array", dtype="int16", layers=None),
     "nemo_rl": Form(container="array", layers="moe", missing=-1, last_row=True),
+    "skyrl": Form(container="list", layers=None),
+    "ms_swift": Form(container="array", layers=None, last_row=None),
+    "xtuner": Form(container="array", dtype="uint16", layers="all", dense=None),
+    "tunix": Form(container="array", dtype="int32", layers="moe", missing=-1, last_row=None),
+    # our own file
     "npy": Form(container="npy", layers="moe", missing=-1),
 }
 
