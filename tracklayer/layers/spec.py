@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tracklayer.kernels.topk import RouterSpec
 
@@ -29,6 +29,22 @@ class RopeSpec:
     interleaved: bool = False
     scaling: dict[str, Any] | None = None
     max_position: int = 4096
+
+
+class KVLayout(Protocol):
+    """What one attention sublayer keeps of a token: keys [heads, head_dim], and values [heads, value_dim] beside them.
+
+    shares_value: the values are the keys' first value_dim columns, and take no memory of their own.
+    """
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def shares_value(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +90,54 @@ class AttentionSpec:
     @property
     def value_dim(self) -> int:
         return self.v_head_dim or self.head_dim
+
+    @property
+    def shares_value(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLASpec:
+    """Multi-head latent attention (arXiv 2405.04434): one latent a token, from which all heads' keys and values come.
+
+    A head's query and key are nope_dim dims without position and rope_dim with (the key's are shared by all heads).
+    q_lora_rank     width of the queries' own latent; None: queries straight from the input
+    rope            None: the rope_dim dims are there but never turned (Kimi-Linear)
+    norm            of both latents
+    q_scale, kv_scale  factors on the queries and on the normed latent (LongCat)
+    out_gate        as in AttentionSpec
+    """
+
+    num_heads: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    rope: RopeSpec | None = None
+    norm: NormSpec = NormSpec()
+    scale: float
+    bias: bool = False
+    out_bias: bool = False
+    q_scale: float = 1.0
+    kv_scale: float = 1.0
+    out_gate: Literal["channel", "head"] | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.kv_lora_rank
+
+    @property
+    def shares_value(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,12 @@ from tracklayer.kernels.linear import linear
 from tracklayer.kernels.rope import rope_table
 from tracklayer.layers.attention import Attention
 from tracklayer.layers.batch import Batch
+from tracklayer.layers.mla import MLA
 from tracklayer.layers.mlp import MLP
 from tracklayer.layers.moe import MoE
 from tracklayer.layers.norm import Norm
 from tracklayer.layers.parts import Part, parameter, prefixed
-from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec, RopeSpec
+from tracklayer.layers.spec import AttentionSpec, KVLayout, MLASpec, MLPSpec, MoESpec, RopeSpec
 from tracklayer.models.spec import ModelSpec, Sublayer
 
 
@@ -45,6 +46,7 @@ class Block(nn.Module):
         self.name = sub.name
         self.residual_scale = sub.residual_scale
         self.parallel = sub.parallel
+        self.deferred = sub.deferred
         self.stream_scale_1 = parameter(1) if sub.stream_scale else None
         self.pre_norm = Norm(sub.pre_norm, hidden_size) if sub.pre_norm else nn.Identity()
         self.post_norm = Norm(sub.post_norm, hidden_size) if sub.post_norm else nn.Identity()
@@ -76,7 +78,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, max_position: int) -> None:
         super().__init__()
         self.spec = spec
-        self.attentions: list[AttentionSpec] = []
+        self.attentions: list[KVLayout] = []
         self.embed_VD = parameter(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList()
         ropes = RopeTables(max_position)
@@ -90,10 +92,11 @@ class Decoder(nn.Module):
 
     def _body(self, sub: Sublayer, layer_id: int, ropes: RopeTables) -> nn.Module:
         match sub.body:
-            case AttentionSpec():
+            case AttentionSpec() | MLASpec():
                 self.attentions.append(sub.body)
+                kind = MLA if isinstance(sub.body, MLASpec) else Attention
                 table = ropes.get(sub.body.rope)
-                return Attention(sub.body, self.spec.hidden_size, table, cache=len(self.attentions) - 1)
+                return kind(sub.body, self.spec.hidden_size, table, cache=len(self.attentions) - 1)
             case MLPSpec():
                 return MLP(sub.body, self.spec.hidden_size)
             case MoESpec():
@@ -116,15 +119,21 @@ class Decoder(nn.Module):
             residual_TD = residual_TD * self.spec.embed_scale
         x_TD, delta_TD, scale = residual_TD, None, 1.0
         for blocks in self.layers:
+            deferred_TD = None
             for block in blocks:
                 if block.parallel:
-                    delta_TD = delta_TD + block.post_norm(block.body(x_TD, batch))
+                    y_TD = block.post_norm(block.body(x_TD, batch))
+                    delta_TD = y_TD if delta_TD is None else delta_TD + y_TD
                     continue
                 x_TD = block.enter(delta_TD, residual_TD, scale)
                 delta_TD, scale = block.post_norm(block.body(x_TD, batch)), block.residual_scale
                 if block.stream_scale_1 is not None:
                     residual_TD.add_(delta_TD, alpha=scale).mul_(block.stream_scale_1)
                     delta_TD = None
+                if block.deferred:
+                    deferred_TD, delta_TD = delta_TD, None
+            if deferred_TD is not None:
+                delta_TD = delta_TD + deferred_TD
         return self.norm(residual_TD) if delta_TD is None else self.norm.add(delta_TD, residual_TD, scale)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:

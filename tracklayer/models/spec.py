@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tracklayer.kernels.topk import RouterSpec
-from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec, NormSpec
+from tracklayer.layers.spec import AttentionSpec, MLASpec, MLPSpec, MoESpec, NormSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +20,16 @@ class Sublayer:
 
     parallel: reads the normed input of the sublayer before it and adds to the same sum (Cohere); has no pre_norm.
     stream_scale: a learned factor on the residual stream after the sum (Gemma 4's layer_scalar).
+    deferred: added to the stream at the end of the layer only (LongCat's MoE beside a second attention).
     """
 
     name: str
-    body: AttentionSpec | MLPSpec | MoESpec
+    body: AttentionSpec | MLASpec | MLPSpec | MoESpec
     pre_norm: NormSpec | None = NormSpec()
     post_norm: NormSpec | None = None
     residual_scale: float = 1.0
     parallel: bool = False
+    deferred: bool = False
     stream_scale: bool = False
 
 

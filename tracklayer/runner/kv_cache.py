@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracklayer.errors import UserError
 from tracklayer.kernels.rows import copy_slots
-from tracklayer.layers.spec import AttentionSpec
+from tracklayer.layers.spec import KVLayout
 from tracklayer.routes.pool import RoutePool, RouteShape
 
 CPU_CACHE_BYTES = 2 << 30
@@ -27,28 +27,28 @@ class Caches:
     def allocate(
         cls,
         num_slots: int,
-        attentions: list[AttentionSpec],
+        attentions: list[KVLayout],
         routes: RouteShape | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> Caches:
-        kv = [
-            (
-                torch.zeros(num_slots, a.num_kv_heads, a.head_dim, dtype=dtype, device=device),
-                torch.zeros(num_slots, a.num_kv_heads, a.value_dim, dtype=dtype, device=device),
-            )
-            for a in attentions
-        ]
-        return cls(kv, RoutePool(num_slots, routes, device) if routes else None)
+        def cache(a: KVLayout) -> tuple[Tensor, Tensor]:
+            k_SHD = torch.zeros(num_slots, a.num_kv_heads, a.head_dim, dtype=dtype, device=device)
+            if a.shares_value:
+                return k_SHD, k_SHD[..., : a.value_dim]
+            return k_SHD, torch.zeros(num_slots, a.num_kv_heads, a.value_dim, dtype=dtype, device=device)
+
+        return cls([cache(a) for a in attentions], RoutePool(num_slots, routes, device) if routes else None)
 
     def copy(self, pairs_N2: Tensor) -> None:
         """Copy slots (source, target) in every cache and in the pool."""
-        tensors = [t for pair in self.kv for t in pair]
+        tensors = list({t.data_ptr(): t for k, v in self.kv for t in (v, k)}.values())  # values inside keys move too
         copy_slots([*tensors, *([self.pool.tensor_SLK] if self.pool else [])], pairs_N2)
 
 
-def kv_bytes_per_slot(attentions: list[AttentionSpec], dtype: torch.dtype) -> int:
-    return sum(a.num_kv_heads * (a.head_dim + a.value_dim) for a in attentions) * dtype.itemsize
+def kv_bytes_per_slot(attentions: list[KVLayout], dtype: torch.dtype) -> int:
+    widths = (a.head_dim + (0 if a.shares_value else a.value_dim) for a in attentions)
+    return sum(a.num_kv_heads * w for a, w in zip(attentions, widths, strict=True)) * dtype.itemsize
 
 
 def available_bytes(device: torch.device, mem_fraction: float) -> int:

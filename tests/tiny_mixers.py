@@ -1,0 +1,74 @@
+"""The rows of tiny.py whose mixers are not ordinary attention: latent attention and recurrent state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MOE: dict[str, Any] = {"intermediate_size": 40, "moe_intermediate_size": 16}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+DEEPSEEK: dict[str, Any] = {
+    **MOE,
+    **LATENT,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+
+# name -> (config class, model class, what differs from tiny_variants.COMMON)
+MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    ),
+    "deepseek_v2_lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": YARN, "attention_bias": True},
+    ),
+    "kimi_k2": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_interleave": False},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        {**{k: v for k, v in DEEPSEEK.items() if k != "first_k_dense_replace"}, "rms_norm_eps": 1e-5},
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {
+            **LATENT,
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "ffn_hidden_size": 40,
+            "expert_ffn_hidden_size": 16,
+            "n_routed_experts": 6,
+            "zero_expert_num": 4,
+            "moe_topk": 3,
+        },
+    ),
+}
