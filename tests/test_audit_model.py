@@ -1,6 +1,6 @@
 """Faults planted into the routes of a real forward: a tiny random transformers model, run in bf16 as an engine would.
 
-The planters are those of test_audit_planted; here "logits" are token ids, and the scores are those of a reference pass
+The planters are those of audit_planting; here "logits" are token ids, and the scores are those of a reference pass
 that is guided by the spoiled routes themselves.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_audit_planted import CASES, NAMES, Planter
+from audit_planting import CASES, NAMES, Planter
 
 from tracklayer.audit.compare import Observed
 from tracklayer.audit.reference import reference_scores

@@ -177,7 +177,11 @@ def _find_tokens(
     def get(*keys: str) -> Any:
         return next((s[k] for k in keys for s in sources if isinstance(s.get(k), Sequence)), None)
 
-    prompt, output, whole = get("prompt_token_ids", "input_ids"), get("output_ids"), get("token_ids")
+    prompt, output, whole = (
+        get("prompt_token_ids", "input_ids"),
+        get("output_ids", "response_token_ids"),
+        get("token_ids"),
+    )
     if prompt is not None and (output is not None or whole is not None):
         return _tokens([*prompt, *(whole if output is None else output)], name)
     return None if whole is None else _tokens(whole, name)

@@ -10,7 +10,7 @@ T tokens, E experts (zero experts included), K chosen. Needs torch and transform
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from tracklayer.replay.hf import Replay, route_shape
 # Matrix products by which a gate may form its logits.
 PRODUCTS = (torch.nn.functional.linear, torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.__matmul__)
 MASKING = (torch.masked_fill, Tensor.masked_fill)
-GROUP_SCORE = {"deepseek_v2": "max"}  # by model type; the others take the sum of a group's two best
+GROUP_SCORE: dict[str, Literal["max", "top2"]] = {
+    "deepseek_v2": "max"
+}  # by model type; the others take the sum of a group's two best
 
 # Score functions in numpy with their slope, to tell how far noise in the logits moves the choice score.
 SCORES: dict[str, Any] = {
