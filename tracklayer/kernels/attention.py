@@ -11,6 +11,7 @@ The rule, for query head n of the token at position p, over the cached positions
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,21 @@ from tracklayer.kernels.attention_prefill import paged_prefill
 from tracklayer.kernels.dispatch import use_triton
 
 NEG_INF = float("-inf")
+# cuDNN is faster for long whole prompts, but plans anew for each shape: it sees their beginnings, in few lengths.
+WHOLE_LEAST, WHOLE_STEP = 1024, 512
+
+
+@dataclass(frozen=True, slots=True)
+class WholePrompts:
+    """Beginnings of prompts that have nothing in the cache, in groups (first token of the step, prompts, tokens each).
+
+    rows_B, starts_B1, lens_B int32: the step's sequences, cut so that each beginning is one of its own, with lens -1.
+    """
+
+    groups: tuple[tuple[int, int, int], ...]
+    rows_B: Tensor
+    starts_B1: Tensor
+    lens_B: Tensor
 
 
 def paged_attention(
@@ -44,6 +60,7 @@ def paged_attention(
     chunk: int | None = None,
     num_decodes: int = 0,
     step_kv: tuple[Tensor, Tensor] | None = None,
+    whole: WholePrompts | None = None,
 ) -> Tensor:
     """Attend; the step's own keys and values are in the caches already. Returns [T, N, E] in q's dtype.
 
@@ -51,7 +68,8 @@ def paged_attention(
     the cache, position p lies at slot slot_table_RC[rows_B[b], p]. Index tensors int32; max_query and max_len are
     host ints, upper bounds of the query tokens and of lens (max_query == 1: exactly one token a sequence, T == B).
     num_decodes: that many first sequences have one token each (the decode kernel serves them apart from the others).
-    step_kv: this step's own (k [T, H, D], v [T, H, E]), if at hand: whole prompts of one length then need no cache.
+    step_kv, whole: this step's own (k [T, H, D], v [T, H, E]) and which of its tokens begin whole prompts: where the
+    rule is plain, a library that knows no pages attends to those.
     A sequence with lens 0 (padding) gets zeros. Tokens outside every sequence are not written.
     Raises ValueError when the head counts or widths do not fit together.
     """
@@ -60,14 +78,19 @@ def paged_attention(
     where = dict(slot_table_RC=slot_table_RC, rows_B=rows_B, starts_B1=starts_B1, lens_B=lens_B)
     if not use_triton(q_TND):
         return paged_attention_ref(q_TND, k_SHD, v_SHE, max_query=max_query, max_len=max_len, **where, **rule)
-    sequences = len(lens_B)
     plain = window is None and chunk is None and softcap is None and sinks_N is None
-    # The bounds allow it only when every sequence has exactly max_query tokens, all of this step.
-    equal = max_query == max_len and len(q_TND) == sequences * max_query
-    if step_kv is not None and plain and equal and _for_library(q_TND, v_SHE, max_query):
-        return whole_prompts(q_TND, *step_kv, sequences=sequences, scale=scale)
-    return launch_paged_attention(q_TND, k_SHD, v_SHE, num_decodes=sequences if max_query == 1 else num_decodes,
-                                  max_len=max_len, **where, **rule)  # fmt: skip
+    if whole is not None and step_kv is not None and plain and _for_library(q_TND, v_SHE):
+        where |= dict(rows_B=whole.rows_B, starts_B1=whole.starts_B1, lens_B=whole.lens_B)
+        if whole.groups[0][1] * whole.groups[0][2] == len(q_TND):
+            return whole_prompts(q_TND, *step_kv, sequences=whole.groups[0][1], scale=scale)
+        out_TNE = launch_paged_attention(q_TND, k_SHD, v_SHE, num_decodes=num_decodes, max_len=max_len, **where, **rule)
+        for first, count, length in whole.groups:
+            at = slice(first, first + count * length)
+            prompts = (x[at] for x in (q_TND, *step_kv))
+            out_TNE[at] = whole_prompts(*prompts, sequences=count, scale=scale)
+        return out_TNE
+    num_decodes = len(lens_B) if max_query == 1 else num_decodes
+    return launch_paged_attention(q_TND, k_SHD, v_SHE, num_decodes=num_decodes, max_len=max_len, **where, **rule)
 
 
 def launch_paged_attention(
@@ -99,11 +122,9 @@ def launch_paged_attention(
     return out_TNE
 
 
-def _for_library(q_TND: Tensor, v_SHE: Tensor, length: int) -> bool:
-    """cuDNN is faster for long whole prompts, but plans anew for each shape: let it see few lengths."""
-    return (
-        length >= 1024 and length % 512 == 0 and q_TND.element_size() == 2 and q_TND.shape[2] == v_SHE.shape[2] <= 128
-    )
+def _for_library(q_TND: Tensor, v_SHE: Tensor) -> bool:
+    """Whether torch's library kernels take these widths and this type, and are faster."""
+    return q_TND.element_size() == 2 and q_TND.shape[2] == v_SHE.shape[2] <= 128
 
 
 def whole_prompts(q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, *, sequences: int, scale: float) -> Tensor:

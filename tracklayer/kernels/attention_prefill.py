@@ -93,7 +93,7 @@ def _prefill_kernel(
     count = tl.load(starts_ptr + b + 1) - start
     row0 = (block - (start * G // M + b)) * M
     length = tl.load(lens_ptr + b)
-    if (row0 < 0) | (row0 >= count * G):
+    if (row0 < 0) | (row0 >= count * G) | (length < 0):
         return
 
     r = row0 + tl.arange(0, M)
@@ -165,7 +165,7 @@ def paged_prefill(
     stages: int = 3,
     out_TNE: Tensor | None = None,
 ) -> Tensor:
-    """Launch: arguments as in `paged_attention`; block_m .. stages steer the schedule. Returns [T, N, E].
+    """Launch: arguments as in `paged_attention`; rows of a sequence with lens -1 are left alone. block_m .. stages steer the schedule. Returns [T, N, E].
 
     slot_table_RC None: nothing is cached, k and v are the step's own [T, H, D], [T, H, E].
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tracklayer.kernels.expert_tiles import activate_tile, activation_constants
 from tracklayer.kernels.experts import ExpertSpec
-from tracklayer.kernels.jit import await_previous, has_pdl
+from tracklayer.kernels.jit import await_previous, has_pdl, release_after_previous
 from tracklayer.kernels.topk import Routing
 
 
@@ -27,7 +27,7 @@ def _gate_up_kernel(
 ):  # fmt: skip
     pair = tl.program_id(1)
     row_N = tl.program_id(0) * N + tl.arange(0, N)
-    await_previous(PDL)
+    release_after_previous(PDL)
     expert = tl.load(ids_ptr + pair)
     if (expert < 0) | (expert >= E):
         return
@@ -66,11 +66,19 @@ def _down_kernel(
     token = tl.program_id(1).to(tl.int64)
     row_N = tl.program_id(0) * N + tl.arange(0, N)
     ok_N = row_N < D
-    await_previous(PDL)
-    acc_NB = tl.zeros([N, B], tl.float32)
-    plain_N = tl.zeros([N], tl.float32)
     STEPS: tl.constexpr = (F + B - 1) // B
-    for step in tl.range(0, K * STEPS, num_stages=STAGES):
+    # `_gate_up_kernel` lets this one start only after the router has ended: ids may be read, past a stale L1, and the
+    # first weights asked for, while it still runs.
+    first = tl.load(ids_ptr + token * K, cache_modifier=".cg")
+    first_known = (first >= 0) & (first < E)
+    f = tl.arange(0, B)
+    w_at = w_ptr + tl.where(first_known, first, 0).to(tl.int64) * (D * F) + row_N[:, None] * F + f[None, :]
+    w_NB = tl.load(w_at, mask=ok_N[:, None] & (f < F)[None, :] & first_known, other=0.0).to(tl.float32)
+    await_previous(PDL)
+    h_1B = tl.load(h_ptr + token * K * F + f, mask=(f < F) & first_known, other=0.0).to(tl.float32)[None, :]
+    acc_NB = w_NB * (h_1B * (tl.load(weights_ptr + token * K) if WEIGH else 1.0))
+    plain_N = tl.zeros([N], tl.float32)
+    for step in tl.range(1, K * STEPS, num_stages=STAGES):
         pair = token * K + step // STEPS
         f = (step % STEPS) * B + tl.arange(0, B)
         expert = tl.load(ids_ptr + pair)

@@ -11,12 +11,19 @@ from torch import Tensor
 
 from tracklayer.kernels.dispatch import use_triton
 from tracklayer.kernels.jit import await_previous, has_pdl, jit, next_power_of_2, tl
+from tracklayer.kernels.norm import AddNorm, as_tensor, summed_token
 
 SMALL = 2  # tokens up to which the matrix-vector kernel beats the BLAS library (at 4 it loses: one pass a token)
 
 
-def linear(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
-    """x_TD [T, D] @ weight_FD.T + bias -> [T, F]; matrix-vector kernel for few tokens, the BLAS library for many."""
+def linear(x: Tensor | AddNorm, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """x [T, D] @ weight_FD.T + bias -> [T, F]; matrix-vector kernel for few tokens, the BLAS library for many.
+
+    An AddNorm of one token is made inside the product's own launch.
+    """
+    if isinstance(x, AddNorm) and x.fusable:
+        return launch_linear_norm(x, weight_FD, bias_F)
+    x_TD = as_tensor(x)
     if len(x_TD) <= SMALL and x_TD.dim() == 2 and use_triton(x_TD):
         return launch_linear_small(x_TD, weight_FD, bias_F)
     return F.linear(x_TD, weight_FD, bias_F)
@@ -80,5 +87,46 @@ def launch_linear_small(
     _linear_small_kernel[(-(-outputs // rows),)](
         x_TD, weight_FD, bias_F, y, x_TD.stride(0), weight_FD.stride(0), F=outputs, D=width, T=tokens, FB=rows,
         DB=columns, BIAS=bias_F is not None, PDL=pdl, launch_pdl=pdl, num_warps=warps or (8 if columns >= 2048 else 4),
+    )  # fmt: skip
+    return y
+
+
+@jit
+def _linear_norm_kernel(
+    delta_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, y_ptr, made_ptr, new_residual_ptr, eps, offset, scale,
+    weight_stride, F: tl.constexpr, D: tl.constexpr, FB: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As `_linear_small_kernel` for one token, whose residual sum and norm every program makes for itself."""
+    f = tl.program_id(0) * FB + tl.arange(0, FB)
+    d = tl.arange(0, BLOCK)
+    w_at = weight_ptr + f.to(tl.int64)[:, None] * weight_stride + d[None, :]
+    w = tl.load(w_at, mask=(f < F)[:, None] & (d < D)[None, :], other=0.0, eviction_policy="evict_first")
+    await_previous(PDL)
+    x = summed_token(
+        delta_ptr, residual_ptr, norm_ptr, eps, offset, scale, made_ptr, new_residual_ptr, tl.program_id(0) == 0, D,
+        BLOCK,
+    )  # fmt: skip
+    total = tl.sum(w.to(tl.float32) * x[None, :], 1)
+    if BIAS:
+        total += tl.load(bias_ptr + f, mask=f < F, other=0.0).to(tl.float32)
+    tl.store(y_ptr + f, total.to(y_ptr.dtype.element_ty), mask=f < F)
+
+
+def launch_linear_norm(
+    x: AddNorm, weight_FD: Tensor, bias_F: Tensor | None = None, *, rows: int | None = None
+) -> Tensor:
+    """Triton launch of `linear` over an AddNorm of one token, which is made by it. Returns [1, F]."""
+    outputs, width = weight_FD.shape
+    block = next_power_of_2(width)
+    rows = rows or max(1, min(8, 16384 // block))
+    y = torch.empty(1, outputs, dtype=x.delta_TD.dtype, device=x.delta_TD.device)
+    delta_TD, residual_TD = x.delta_TD, x.residual_TD
+    made_TD, new_residual_TD = x.outputs()
+    pdl = has_pdl(y.device)
+    _linear_norm_kernel[(-(-outputs // rows),)](
+        delta_TD, residual_TD, x.weight_D, weight_FD, bias_F, y, made_TD, new_residual_TD, x.eps, x.offset, x.scale,
+        weight_FD.stride(0), F=outputs, D=width, FB=rows, BLOCK=block, BIAS=bias_F is not None, PDL=pdl,
+        launch_pdl=pdl, num_warps=8 if rows * block >= 8192 else 4,
     )  # fmt: skip
     return y

@@ -8,6 +8,8 @@ T tokens, D width. All arithmetic is float32; results have x's dtype.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,6 +48,51 @@ def add_rms_norm_ref(
     return rms_norm_ref(residual_TD, weight_D, eps, offset).to(delta_TD.dtype)
 
 
+@dataclass(slots=True)
+class AddNorm:
+    """An `add_rms_norm` that is not made yet: whoever reads it first makes it, alone or in front of its own work.
+
+    Once it is made, residual_TD is the new residual stream and made_TD the normed tokens.
+    """
+
+    delta_TD: Tensor
+    residual_TD: Tensor
+    weight_D: Tensor
+    eps: float
+    offset: float = 0.0
+    scale: float = 1.0
+    made_TD: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """The normed tokens [T, D]."""
+        if self.made_TD is None:
+            self.made_TD = add_rms_norm(
+                self.delta_TD, self.residual_TD, self.weight_D, self.eps, self.offset, self.scale
+            )
+        return self.made_TD
+
+    @property
+    def fusable(self) -> bool:
+        """Whether a kernel may make it in front of its own work: one token, so that each program can do it anew."""
+        width = self.delta_TD.shape[-1]
+        return self.made_TD is None and len(self.delta_TD) == 1 and width <= 8192 and use_triton(self.delta_TD)
+
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """Fresh tensors for the normed token and the new residual; becomes `made` with them.
+
+        The residual is not updated in place: all programs of a launch read the old one.
+        """
+        self.made_TD = torch.empty_like(self.delta_TD)
+        old, self.residual_TD = self.residual_TD, torch.empty_like(self.residual_TD)
+        assert old.is_contiguous() and self.delta_TD.is_contiguous()
+        return self.made_TD, self.residual_TD
+
+
+def as_tensor(x: Tensor | AddNorm) -> Tensor:
+    """The tokens, made now if they were not."""
+    return x.tensor() if isinstance(x, AddNorm) else x
+
+
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
     """Layer norm over the last axis of x [..., D]. Returns the same shape and dtype."""
     if use_triton(x_TD):
@@ -57,6 +104,27 @@ def layer_norm_ref(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: f
     """The torch reference of `layer_norm`."""
     bias_D = None if bias_D is None else bias_D.float()
     return F.layer_norm(x_TD.float(), weight_D.shape, weight_D.float(), bias_D, eps).to(x_TD.dtype)
+
+
+@jit
+def summed_token(
+    delta_ptr, residual_ptr, weight_ptr, eps, offset, scale, made_ptr, new_residual_ptr, writes, D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token's add_rms_norm inside another kernel: float32 [BLOCK], rounded as the tensor would be.
+
+    Programs with `writes` also store the normed token and the new residual.
+    """
+    d = tl.arange(0, BLOCK)
+    ok = d < D
+    delta = tl.load(delta_ptr + d, mask=ok, other=0.0).to(tl.float32)
+    x = (tl.load(residual_ptr + d, mask=ok, other=0.0).to(tl.float32) + delta * scale).to(residual_ptr.dtype.element_ty)
+    tl.store(new_residual_ptr + d, x, mask=ok & writes)
+    x = x.to(tl.float32)
+    weight = tl.load(weight_ptr + d, mask=ok, other=0.0).to(tl.float32) + offset
+    y = (x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * weight).to(made_ptr.dtype.element_ty)
+    tl.store(made_ptr + d, y, mask=ok & writes)
+    return y.to(tl.float32)
 
 
 @jit

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tracklayer.kernels.dispatch import use_triton
+from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing, check_router_inputs, select_experts
 
 
 def route(
-    x_TD: Tensor,
+    x: Tensor | AddNorm,
     gate_ED: Tensor,
     spec: RouterSpec,
     *,
@@ -28,21 +29,23 @@ def route(
     store: RouteStore | None = None,
     num_tokens_1: Tensor | None = None,
 ) -> Routing:
-    """Choose experts for x_TD (model dtype) by the gate [num_logits, D]; the rest as in `topk.select_experts`.
+    """Choose experts for x [T, D] (model dtype) by the gate [num_logits, D]; the rest as in `topk.select_experts`.
 
+    An AddNorm of one token is made inside the one launch.
     The product is accumulated in float32; spec.gate_dtype "model" rounds it to x's dtype, "float32" keeps it.
     Raises ValueError when shapes do not fit.
     """
-    if gate_ED.shape != (spec.num_logits, x_TD.shape[-1]):
-        raise ValueError(f"the gate must be [{spec.num_logits}, {x_TD.shape[-1]}], got {list(gate_ED.shape)}")
+    num_tokens, width = (x.delta_TD if isinstance(x, AddNorm) else x).shape
+    if gate_ED.shape != (spec.num_logits, width):
+        raise ValueError(f"the gate must be [{spec.num_logits}, {width}], got {list(gate_ED.shape)}")
     rest = {"bias_E": bias_E, "expert_scale_E": expert_scale_E, "store": store, "num_tokens_1": num_tokens_1}
-    if use_triton(x_TD):
+    if use_triton(gate_ED):
         from tracklayer.kernels.route_few import MAX_TOKENS, route_few  # triton is needed on a GPU only
 
-        if 0 < len(x_TD) <= MAX_TOKENS:
-            check_router_inputs(torch.Size((len(x_TD), len(gate_ED))), spec, bias_E, expert_scale_E, store)
-            return route_few(x_TD, gate_ED, spec, gate_bias_E=gate_bias_E, **rest)
-    return select_experts(gate_logits(x_TD, gate_ED, gate_bias_E, spec), spec, **rest)
+        if 0 < num_tokens <= MAX_TOKENS:
+            check_router_inputs(torch.Size((num_tokens, len(gate_ED))), spec, bias_E, expert_scale_E, store)
+            return route_few(x, gate_ED, spec, gate_bias_E=gate_bias_E, **rest)
+    return select_experts(gate_logits(as_tensor(x), gate_ED, gate_bias_E, spec), spec, **rest)
 
 
 def gate_logits(x_TD: Tensor, gate_ED: Tensor, gate_bias_E: Tensor | None, spec: RouterSpec) -> Tensor:
@@ -58,7 +61,7 @@ def gate_logits(x_TD: Tensor, gate_ED: Tensor, gate_bias_E: Tensor | None, spec:
 
 
 def route_ref(
-    x_TD: Tensor,
+    x: Tensor | AddNorm,
     gate_ED: Tensor,
     spec: RouterSpec,
     *,
@@ -71,7 +74,7 @@ def route_ref(
     """The torch reference of `route`: same arguments, same result."""
     from tracklayer.kernels.topk import select_experts_ref
 
-    logits_TE = gate_logits(x_TD, gate_ED, gate_bias_E, spec)
+    logits_TE = gate_logits(as_tensor(x), gate_ED, gate_bias_E, spec)
     return select_experts_ref(
         logits_TE, spec, bias_E=bias_E, expert_scale_E=expert_scale_E, store=store, num_tokens_1=num_tokens_1
     )

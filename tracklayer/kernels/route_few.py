@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracklayer.kernels.jit import await_previous, counters, has_pdl
+from tracklayer.kernels.norm import AddNorm, as_tensor, summed_token
 from tracklayer.kernels.select import TL_DTYPE, choose_tile, rounded, rule_constants, store_arguments, write_tile
 from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing
 
@@ -22,7 +23,8 @@ MAX_TOKENS = 16
 @triton.jit
 def _route_few_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, logits_ptr, count_ptr, bias_ptr, scale_ptr, ids_ptr, weights_ptr, pool_ptr,
-    slots_ptr, num_tokens_ptr, column, pool_stride_s, pool_stride_l, T, D, x_stride, gate_stride, BT: tl.constexpr,
+    slots_ptr, num_tokens_ptr, delta_ptr, residual_ptr, norm_ptr, new_residual_ptr, eps, offset, norm_scale, column,
+    pool_stride_s, pool_stride_l, T, x_stride, gate_stride, D: tl.constexpr, NORM: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, ROWS: tl.constexpr, LOGITS_DTYPE: tl.constexpr, PDL: tl.constexpr, E: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, KP: tl.constexpr, LARGEST: tl.constexpr, SCORE: tl.constexpr,
     AFTER: tl.constexpr, ON_LOGITS: tl.constexpr, G: tl.constexpr, KEEP: tl.constexpr, TOP2: tl.constexpr,
@@ -32,14 +34,24 @@ def _route_few_kernel(
 ):  # fmt: skip
     expert = tl.program_id(0)
     row_T = tl.arange(0, BT)
+    d = tl.arange(0, BD)
+    gate_row = gate_ptr + expert.to(tl.int64) * gate_stride
+    gate = tl.load(gate_row + d, mask=d < D, other=0.0).to(tl.float32)  # a weight: asked for before the wait
     await_previous(PDL)
-    acc = tl.zeros([BT, BD], tl.float32)
-    for d0 in range(0, D, BD):
-        d = d0 + tl.arange(0, BD)
-        gate = tl.load(gate_ptr + expert.to(tl.int64) * gate_stride + d, mask=d < D, other=0.0).to(tl.float32)
-        x_at = x_ptr + row_T[:, None] * x_stride + d[None, :]
-        x = tl.load(x_at, mask=(row_T < T)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        acc += x * gate[None, :]
+    if NORM:
+        x_D = summed_token(
+            delta_ptr, residual_ptr, norm_ptr, eps, offset, norm_scale, x_ptr, new_residual_ptr, expert == 0, D, BD
+        )
+        acc = x_D[None, :] * gate[None, :]
+    else:
+        acc = tl.zeros([BT, BD], tl.float32)
+        for d0 in tl.static_range(0, D, BD):
+            at = d0 + d
+            if d0 > 0:
+                gate = tl.load(gate_row + at, mask=at < D, other=0.0).to(tl.float32)
+            x_at = x_ptr + row_T[:, None] * x_stride + at[None, :]
+            x = tl.load(x_at, mask=(row_T < T)[:, None] & (at < D)[None, :], other=0.0).to(tl.float32)
+            acc += x * gate[None, :]
     z_T = tl.sum(acc, 1)
     # F.linear adds its bias in float32, before the one rounding.
     if gate_bias_ptr is not None:
@@ -69,7 +81,7 @@ def _route_few_kernel(
 
 
 def route_few(
-    x_TD: Tensor,
+    x: Tensor | AddNorm,
     gate_ED: Tensor,
     spec: RouterSpec,
     *,
@@ -79,7 +91,15 @@ def route_few(
     store: RouteStore | None = None,
     num_tokens_1: Tensor | None = None,
 ) -> Routing:
-    """`route.route` for 1 to MAX_TOKENS tokens, as one launch."""
+    """`route.route` for 1 to MAX_TOKENS tokens, as one launch; an AddNorm of one token is made by it."""
+    fused = isinstance(x, AddNorm) and x.fusable and x.delta_TD.shape[1] <= 4096
+    before: tuple = (None, None, None, None, 0.0, 0.0, 1.0)
+    if fused:
+        delta_TD, residual_TD = x.delta_TD, x.residual_TD
+        x_TD, new_residual_TD = x.outputs()
+        before = (delta_TD, residual_TD, x.weight_D, new_residual_TD, x.eps, x.offset, x.scale)
+    else:
+        x_TD = as_tensor(x)
     num_tokens, width = x_TD.shape
     assert 0 < num_tokens <= MAX_TOKENS, f"route_few takes 1 to {MAX_TOKENS} tokens, got {num_tokens}"
     assert x_TD.stride(1) == 1 and gate_ED.stride(1) == 1, f"strides {x_TD.stride()}, {gate_ED.stride()}"
@@ -91,9 +111,11 @@ def route_few(
     weights_TK = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=device)
     logits_TE = torch.empty(num_tokens, spec.num_logits, dtype=torch.float32, device=device)
     tile = triton.next_power_of_2(num_tokens)
+    names = ("delta_ptr", "residual_ptr", "norm_ptr", "new_residual_ptr", "eps", "offset", "norm_scale")
     _route_few_kernel[(spec.num_logits,)](
         x_TD, gate_ED, gate_bias_E, logits_TE, counters(device, 1), bias_E, expert_scale_E, ids_TK, weights_TK,
-        **store_arguments(store, num_tokens_1), T=num_tokens, D=width, x_stride=x_TD.stride(0),
+        **store_arguments(store, num_tokens_1), **dict(zip(names, before, strict=True)), NORM=fused, T=num_tokens,
+        D=width, x_stride=x_TD.stride(0),
         gate_stride=gate_ED.stride(0), BT=tile, BD=min(max(256, 4096 // tile), triton.next_power_of_2(width)),
         ROWS=min(tile, max(1, 2048 // constants["N"])), LOGITS_DTYPE=TL_DTYPE[logits_dtype], PDL=pdl, launch_pdl=pdl,
         num_warps=4, **constants,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tracklayer.kernels.attention import paged_attention
-from tracklayer.kernels.norm import rms_norm
+from tracklayer.kernels.norm import AddNorm, rms_norm
 from tracklayer.kernels.rope import qk_rope_store
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.linear import Linear
@@ -40,10 +40,10 @@ class Attention(nn.Module):
         self.sinks = parameter(spec.num_heads) if spec.sinks else None
         self.scale = spec.scale if spec.scale is not None else spec.head_dim**-0.5
 
-    def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor | AddNorm, batch: Batch) -> Tensor:
         spec = self.spec
         k_SHD, v_SHE = batch.kv[self.cache]
-        qkv_TX = self._project(x_TD)
+        qkv_TX = self._project(x)
         q_norm, k_norm = (None, None) if spec.clip_qkv is not None else (self.q_norm, self.k_norm)
         q_TND = qk_rope_store(
             qkv_TX,
@@ -88,17 +88,18 @@ class Attention(nn.Module):
             chunk=spec.chunk,
             num_decodes=batch.num_decodes,
             step_kv=tuple(x.unflatten(1, (spec.num_kv_heads, -1)) for x in (k_TX, v_TX)),
+            whole=batch.whole,
         )
         if spec.v_scale != 1.0:  # attention is linear in the values
             out_TNE = out_TNE * spec.v_scale
         if self.gate is not None:
-            out_TNE = out_TNE * torch.sigmoid(self.gate(x_TD)).view(len(x_TD), spec.num_heads, -1)
+            out_TNE = out_TNE * torch.sigmoid(self.gate(x)).view(len(out_TNE), spec.num_heads, -1)
         return self.o(out_TNE.flatten(1))
 
-    def _project(self, x_TD: Tensor) -> Tensor:
+    def _project(self, x: Tensor | AddNorm) -> Tensor:
         """q, k and v side by side, with what happens to them before the rotation (norms of q and k per head apart)."""
         spec = self.spec
-        qkv_TX = self.qkv(x_TD)
+        qkv_TX = self.qkv(x)
         if spec.clip_qkv is not None:
             qkv_TX = self._clip(qkv_TX)
         width_v = spec.num_kv_heads * spec.value_dim

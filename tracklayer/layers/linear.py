@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from tracklayer.kernels.linear import linear
+from tracklayer.kernels.norm import AddNorm
 from tracklayer.layers.parts import Part, parameter
 
 
@@ -24,8 +25,8 @@ class Linear(nn.Module):
         self.weight = parameter(total, in_features)
         self.bias = parameter(total) if bias else None
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return linear(x_TD, self.weight, self.bias)
+    def forward(self, x: Tensor | AddNorm) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
     def parts(self) -> Iterator[Part]:
         for kind, owner in (("weight", self.weight), ("bias", self.bias)):

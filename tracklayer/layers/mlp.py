@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tracklayer.kernels.activation import act_mul
 from tracklayer.kernels.experts import ExpertSpec, activate
+from tracklayer.kernels.norm import AddNorm
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.linear import Linear
 from tracklayer.layers.parts import Part
@@ -30,8 +31,8 @@ class MLP(nn.Module):
         )
         self.down = Linear(spec.width, {"down": hidden_size}, bias=spec.bias)
 
-    def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        inner_TF = self.gate_up(x_TD)
+    def forward(self, x: Tensor | AddNorm, batch: Batch) -> Tensor:
+        inner_TF = self.gate_up(x)
         if self.spec.clamp_before is not None or self.spec.clamp_after is not None:
             return self.down(activate(inner_TF, self.clamped))
         return self.down(act_mul(inner_TF, self.spec.activation, gated=self.spec.gated))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.experts import Experts
 from tracklayer.layers.mlp import MLP
@@ -36,8 +37,10 @@ class MoE(nn.Module):
         named = INNER_NORMS if spec.inner_norm else ()
         self.norms = nn.ModuleDict({name: Norm(spec.inner_norm, hidden_size) for name in named if spec.inner_norm})
 
-    def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
-        routing = self.router(self._norm("router_norm", x_TD), self.gate_ED, self.gate_bias_E, batch)
+    def forward(self, x: Tensor | AddNorm, batch: Batch) -> Tensor:
+        read = self._norm("router_norm", as_tensor(x)) if self.norms else x
+        routing = self.router(read, self.gate_ED, self.gate_bias_E, batch)
+        x_TD = as_tensor(x)
         shared_TD = self._shared(x_TD, batch)
         if self.norms:
             experts_TD = self._norm("experts_post_norm", self.experts(self._norm("experts_norm", x_TD), routing))

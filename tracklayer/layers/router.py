@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.kernels.route import route
 from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing, select_given
 from tracklayer.layers.batch import Batch
@@ -46,9 +47,9 @@ class TopK(nn.Module):
         assert self.column is not None, f"router of layer {self.layer_id} has no column: build it through the decoder"
         return RouteStore(batch.pool_SLK, batch.slots_T, self.column)
 
-    def forward(self, x_TD: Tensor, gate_ED: Tensor, gate_bias_E: Tensor | None, batch: Batch) -> Routing:
+    def forward(self, x: Tensor | AddNorm, gate_ED: Tensor, gate_bias_E: Tensor | None, batch: Batch) -> Routing:
         return route(
-            x_TD,
+            x,
             gate_ED,
             self.spec,
             gate_bias_E=gate_bias_E,
@@ -74,9 +75,9 @@ class HashTopK(TopK):
             raise ValueError(f"HashTopK needs spec.hash_vocab, the rows of its table; got {spec.hash_vocab}")
         self.table_VK = parameter(spec.hash_vocab, spec.top_k, dtype=torch.int32)
 
-    def forward(self, x_TD: Tensor, gate_ED: Tensor, gate_bias_E: Tensor | None, batch: Batch) -> Routing:
+    def forward(self, x: Tensor | AddNorm, gate_ED: Tensor, gate_bias_E: Tensor | None, batch: Batch) -> Routing:
         ids_TK = self.table_VK[batch.token_ids_T.long()]
-        logits_TE = torch.nn.functional.linear(x_TD.float(), gate_ED.float(), gate_bias_E)
+        logits_TE = torch.nn.functional.linear(as_tensor(x).float(), gate_ED.float(), gate_bias_E)
         return select_given(logits_TE, ids_TK, self.spec, store=self.store(batch), num_tokens_1=batch.num_tokens_1)
 
     def parts(self) -> Iterator[Part]:

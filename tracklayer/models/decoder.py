@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tracklayer.kernels.linear import linear
+from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.kernels.rope import rope_table
 from tracklayer.layers.attention import Attention
 from tracklayer.layers.batch import Batch
@@ -52,12 +53,16 @@ class Block(nn.Module):
         self.post_norm = Norm(sub.post_norm, hidden_size) if sub.post_norm else nn.Identity()
         self.body = body
 
-    def enter(self, delta_TD: Tensor | None, residual_TD: Tensor, scale: float) -> Tensor:
-        """Add what the sublayer before gave to the residual stream, in place; returns what the body reads."""
+    def enter(self, delta_TD: Tensor | None, residual_TD: Tensor, scale: float) -> Tensor | AddNorm:
+        """Add what the sublayer before gave to the residual stream; returns what the body reads.
+
+        A body whose first op can make the sum and norm itself gets them unmade (AddNorm).
+        """
         if delta_TD is None:
             return self.pre_norm(residual_TD)
         if isinstance(self.pre_norm, Norm):
-            return self.pre_norm.add(delta_TD, residual_TD, scale)
+            x = self.pre_norm.later(delta_TD, residual_TD, scale)
+            return x if isinstance(self.body, (Attention, MLP, MoE)) else as_tensor(x)
         return residual_TD.add_(delta_TD, alpha=scale)
 
     def parts(self) -> Iterator[Part]:
@@ -117,16 +122,18 @@ class Decoder(nn.Module):
         residual_TD = nn.functional.embedding(batch.token_ids_T, self.embed_VD)
         if self.spec.embed_scale != 1.0:
             residual_TD = residual_TD * self.spec.embed_scale
-        x_TD, delta_TD, scale = residual_TD, None, 1.0
+        x, delta_TD, scale = residual_TD, None, 1.0
         for blocks in self.layers:
             deferred_TD = None
             for block in blocks:
                 if block.parallel:
-                    y_TD = block.post_norm(block.body(x_TD, batch))
+                    y_TD = block.post_norm(block.body(x, batch))
                     delta_TD = y_TD if delta_TD is None else delta_TD + y_TD
                     continue
-                x_TD = block.enter(delta_TD, residual_TD, scale)
-                delta_TD, scale = block.post_norm(block.body(x_TD, batch)), block.residual_scale
+                x = block.enter(delta_TD, residual_TD, scale)
+                delta_TD, scale = block.post_norm(block.body(x, batch)), block.residual_scale
+                if isinstance(x, AddNorm):
+                    residual_TD = x.residual_TD
                 if block.stream_scale_1 is not None:
                     residual_TD.add_(delta_TD, alpha=scale).mul_(block.stream_scale_1)
                     delta_TD = None

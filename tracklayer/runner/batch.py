@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tracklayer.kernels.attention import WHOLE_LEAST, WHOLE_STEP, WholePrompts
 from tracklayer.layers.batch import Batch
 from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.rows import Rows
-from tracklayer.types import StepPlan
+from tracklayer.types import Share, StepPlan
 
 Array = npt.NDArray[Any]
 ALIGN = 32  # int32 values: kernels specialise on aligned pointers, so every array starts aligned
@@ -31,6 +32,30 @@ def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     return [tensor[offset : offset + len(array)] for array, offset in zip(arrays, offsets, strict=False)]
 
 
+def cut_whole_prompts(
+    shares: Sequence[Share],
+) -> tuple[list[tuple[int, int, int]], tuple[list[int], list[int], list[int]]]:
+    """Where whole prompts begin in a step: groups, and the sequences cut by them (rows, starts, lens).
+
+    See kernels.attention.WholePrompts. Neighbours of one length are a group.
+    """
+    groups: list[tuple[int, int, int]] = []
+    rows, starts, lens = [], [0], []
+    for share in shares:
+        at, rest = starts[-1], share.num_tokens
+        whole = rest // WHOLE_STEP * WHOLE_STEP if share.start == 0 and rest >= WHOLE_LEAST else 0
+        if whole:
+            first, count, length = groups[-1] if groups else (0, 0, 0)
+            if length == whole and first + count * length == at:
+                groups[-1] = (first, count + 1, length)
+            else:
+                groups.append((at, 1, whole))
+            rows, starts, lens, rest = [*rows, share.row], [*starts, at + whole], [*lens, -1], rest - whole
+        if rest:
+            rows, starts, lens = [*rows, share.row], [*starts, at + whole + rest], [*lens, share.start + whole + rest]
+    return groups, (rows, starts, lens)
+
+
 def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
     """The eager form of a step: its Batch, the indices in T of the tokens whose logits are sampled, and their rows.
 
@@ -44,6 +69,7 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
         [np.zeros(1, np.int32) if s.token_ids is None else np.asarray(s.token_ids, np.int32) for s in shares]
     )
     prefill = shares[num_decode:]
+    groups, cut = cut_whole_prompts(shares) if device.type == "cuda" else ([], ([], [], []))
     tensors = upload(
         [
             token_ids,
@@ -54,12 +80,14 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
             np.array([s.start + s.num_tokens for s in shares], np.int32),
             np.array([starts[b + 1] - 1 for b, s in enumerate(shares) if s.samples], np.int32),
             np.array([s.row for s in shares if s.samples], np.int32),
+            *(np.array(part, np.int32) for part in cut),
             *[s.slots for s in prefill],
         ],
         device,
     )
     token_ids_T, positions_T, slots_T, rows_B, starts_B1, lens_B, sampled_N, sampled_rows_N = tensors[:8]
-    for share, slots in zip(prefill, tensors[8:], strict=True):
+    whole = WholePrompts(tuple(groups), *tensors[8:11]) if groups else None
+    for share, slots in zip(prefill, tensors[11:], strict=True):
         rows.enter_prefill(share, slots)
     if num_decode:
         d = slice(0, num_decode)
@@ -75,6 +103,7 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
         max_query=int(counts.max()),
         max_len=max(s.start + s.num_tokens for s in shares),
         num_decodes=num_decode,
+        whole=whole,
         kv=caches.kv,
         pool_SLK=caches.pool.tensor_SLK if caches.pool else None,
     )
