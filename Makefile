@@ -20,7 +20,7 @@ help:
 	@sed -n 's/^# //p' Makefile | head -4
 
 demo: .venv/.demo
-	$(PY) -m tracklayer.demo.job
+	$(PY) -m tracklayer.cli demo
 
 test: .venv/.dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)

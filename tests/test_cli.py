@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -76,3 +77,13 @@ def test_a_missing_extra_is_named_and_a_fault_of_ours_is_not_hidden(monkeypatch,
 def test_the_bare_command_loads_no_torch():
     code = "import sys; from tracklayer import cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_idle_threads_sleep_unless_the_user_chose(monkeypatch):
+    seen = []
+    _command(monkeypatch, lambda argv: seen.append(os.environ["OMP_WAIT_POLICY"]))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    cli.main(["probe"])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    cli.main(["probe"])
+    assert seen == ["PASSIVE", "ACTIVE"]

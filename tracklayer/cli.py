@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from tracklayer.config import sleep_while_waiting
 from tracklayer.errors import TracklayerError
 
 
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     if command is None:
         print(f"unknown command {argv[0]!r}\n{usage()}", file=sys.stderr)
         return 2
+    sleep_while_waiting()
     try:
         return importlib.import_module(command.module).main(argv[1:]) or 0
     except ModuleNotFoundError as error:

@@ -102,3 +102,12 @@ def load_model_config(path: str, override: str = "{}") -> dict[str, Any]:
 def cache_dir() -> Path:
     """The user's cache directory of Tracklayer (XDG_CACHE_HOME/tracklayer)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tracklayer"
+
+
+def sleep_while_waiting() -> None:
+    """Let OpenMP's threads sleep between products instead of spinning, unless the user chose otherwise.
+
+    An engine on a CPU shares its cores with HTTP, clients and others; spinning threads then cost a factor of ten.
+    OpenMP reads this once: call it before torch is loaded.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

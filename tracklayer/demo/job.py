@@ -18,7 +18,6 @@ from rich.console import Console
 from tracklayer.config import cache_dir, load_model_config
 from tracklayer.demo import check, client, model, show
 from tracklayer.demo.prompts import PROMPTS
-from tracklayer.errors import TracklayerError
 from tracklayer.routes.forms import RouteShape
 from tracklayer.routes.store import RouteWriter
 
@@ -81,7 +80,7 @@ def write_routes(samples: list[client.Sample], file: Path, model_dir: Path) -> N
             out.add(sample.routes, [*sample.input_ids, *sample.output_ids])
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """`tracklayer demo`: exit status 0 when every row is there and every difference is a tie, else 1."""
     parser = argparse.ArgumentParser(
         prog="tracklayer demo", description="Serve the demonstration model, ask it, check every returned route."
@@ -94,10 +93,3 @@ def main(argv: list[str] | None = None) -> int:
     facts = run(args.model_dir, args.out, ["--dtype", "float32", "--random-seed", "0", *flags])
     print(json.dumps(facts), flush=True)
     return 0 if facts["complete"] == 1.0 and not facts["wrong"] else 1
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except TracklayerError as error:
-        sys.exit(f"error: {error}")
