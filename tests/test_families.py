@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import tiny
-from parity import check_variant
+from parity import Reference, check_variant, generate, tiny_engine
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -21,6 +22,30 @@ def test_equals_the_reference(variant, tmp_path):
     for name, mode in modes.items():
         assert mode.ok, f"{name}: {mode}; {mode.wrong[:4]}"
     assert core.model.family.name in {f.name for f in all_families()}
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_runs_in_bfloat16(variant, tmp_path):
+    """Every dtype conversion holds, the self-test passes, and most experts are the float32 reference's."""
+    reference = Reference(tiny.save(variant, tmp_path))
+    core = tiny_engine(tmp_path, dtype="bfloat16")
+    answer = generate(core, {"a": list(range(40))}, 4)["a"]
+    _, expected = reference((answer.prompt + answer.tokens)[:-1])
+    same = [
+        np.mean([len(set(row) & set(want)) / len(want) for row, want in zip(answer.routes[:, n], ids, strict=True)])
+        for n, (_, ids) in enumerate(sorted(expected.items()))
+    ]
+    assert min(same) > 0.75, same
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_runs_on_dummy_weights(variant, tmp_path):
+    """Random weights of our own making keep numbers finite, and more than a few experts in use."""
+    tiny.save(variant, tmp_path)
+    core = tiny_engine(tmp_path, load_format="dummy")
+    answer = generate(core, {"a": list(range(40))}, 2)["a"]
+    assert all(np.isfinite(piece.top_logprobs).all() for piece in [answer.inputs, *answer.outputs])
+    assert len(np.unique(answer.routes)) > core.info.num_experts // 2
 
 
 def test_every_family_has_a_variant(tmp_path):
@@ -56,8 +81,6 @@ def read(folder):
 
 
 def test_surplus_and_missing_tensors_are_named(tmp_path):
-    from parity import tiny_engine
-
     tiny.save("mixtral", tmp_path)
     whole = read(tmp_path)
     gone = "model.layers.1.block_sparse_moe.experts.3.w2.weight"

@@ -189,10 +189,10 @@ def test_mimo_hub_spelling_is_the_same_model(tmp_path):
 def test_ambiguous_strings_are_decided_by_content():
     dense = config_of("xverse_moe")
     dense.pop("num_experts")
-    with pytest.raises(CheckpointError, match="XverseForCausalLM"):
+    with pytest.raises(CheckpointError, match="XverseForCausalLM' is served as xverse_moe only"):
         resolve(dense)
     small = {"text_config": {**EXAMPLES["gemma4_moe"]["config"]["text_config"], "enable_moe_block": False}}
-    with pytest.raises(CheckpointError, match="Gemma4"):
+    with pytest.raises(CheckpointError, match=r"gemma4_moe only.*enable_moe_block"):
         resolve(config_of("gemma4_moe", **small))
     rms = resolve(config_of("cohere2_moe"))[1].final_norm
     mean = resolve(config_of("cohere2_moe", rms_norm_eps=None))[1].final_norm
@@ -227,3 +227,42 @@ def test_the_listing_tells_every_family(capsys):
     assert grok["routers"] == ["softmax, top 2 of 8, float32 gate"] and grok["num_moe_layers"] == 64
     assert listing.main([]) == 0 and "Mixtral 8x7B: 32 of 32" in capsys.readouterr().out
     assert listing.main(["--markdown"]) == 0 and "| step3p5 |" in capsys.readouterr().out
+
+
+SPOILT = {
+    "mixtral": "model.layers.1.block_sparse_moe.gate.weight",
+    "glm4_moe": "model.layers.1.mlp.gate.weight",
+    "granite_moe": "model.layers.1.block_sparse_moe.router.layer.weight",
+    "minimax_m2": "model.layers.1.block_sparse_moe.gate.weight",
+    "llama4": "model.layers.1.feed_forward.router.weight",
+    "phimoe": "model.layers.1.block_sparse_moe.gate.weight",
+    "gemma4_moe": "model.layers.1.router.proj.weight",
+    "ernie4_5_moe": "model.layers.1.mlp.gate.weight",
+}
+
+
+@pytest.mark.parametrize("variant", SPOILT)
+def test_a_nan_in_the_gate_is_never_chosen_and_never_spreads(variant, tmp_path):
+    """One expert's logits are NaN: every row still holds distinct experts in range, and every number stays finite."""
+    tiny.save(variant, tmp_path)
+    tensors = tensors_of(tmp_path)
+    tensors[SPOILT[variant]][3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    core = tiny_engine(tmp_path)
+    answer = generate(core, {"a": list(range(20))}, 3)["a"]
+    column = core.info.layer_ids.index(1)
+    for row in answer.routes[:, column].tolist():
+        assert len(set(row)) == core.info.top_k and set(row) <= set(range(core.info.num_experts)) - {3}
+    assert all(torch.isfinite(torch.tensor(piece.top_logprobs)).all() for piece in [answer.inputs, *answer.outputs])
+
+
+@pytest.mark.parametrize(
+    "variant", ["qwen2_moe", "dots1", "deepseek_v1", "granite_moe_shared", "step3p5", "gemma4_moe"]
+)
+def test_shared_experts_have_no_column(variant, tmp_path):
+    tiny.save(variant, tmp_path)
+    core = tiny_engine(tmp_path)
+    routed = {body.router.top_k for subs in core.model.spec.layers for s in subs if hasattr(body := s.body, "router")}
+    assert any(getattr(s.body, "shared", None) for subs in core.model.spec.layers for s in subs)
+    rows_TLK = routes_of(core)
+    assert rows_TLK.shape[2] == max(routed) and rows_TLK.max() < core.info.num_experts

@@ -31,5 +31,11 @@ def resolve(config: dict[str, Any]) -> tuple[Family, ModelSpec]:
     for family in all_families():
         if names[0] in family.architectures and family.claims(config):
             return family, family.spec(config)
+    for family in all_families():
+        if names[0] in family.architectures:
+            raise CheckpointError(
+                f"{names[0]!r} is served as {family.name} only, and this config is not of that kind"
+                + (f": {family.note}" if family.note else "")
+            )
     known = ", ".join(name for family in all_families() for name in family.architectures)
     raise CheckpointError(f"architecture {names[0]!r} is not known; known are: {known}")

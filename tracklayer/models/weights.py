@@ -166,7 +166,7 @@ def dummy_weights(model: Decoder, seed: int) -> None:
             high = model.spec.routers[0].num_experts
             data.copy_(torch.rand(data.shape, generator=generator, device=device).argsort(-1) % high)
         elif data.dim() == 1:
-            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            centre = 1.0 if name.endswith(("norm.weight", "stream_scale", "expert_scale")) else 0.0
             data.copy_(centre + 0.05 * torch.randn(data.shape, generator=generator, device=device))
         else:
             for chunk in data.flatten(0, -2).split(1 << 16):

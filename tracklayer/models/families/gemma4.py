@@ -121,4 +121,5 @@ FAMILY = Family(
     transforms={f"{FFN}.router_norm.weight": lambda scale_D, shape: scale_D * scale_D.shape[0] ** -0.5},
     ignored=(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..*",),
     claims=lambda c: bool(text(c).get("enable_moe_block")),
+    note="with experts (enable_moe_block) only: the dense models of the family have no routes",
 )
