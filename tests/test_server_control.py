@@ -238,3 +238,17 @@ async def test_expert_load_counts_the_returned_routes():
     assert load["rows"] == len(fed) and load["layer_ids"] == [1, 2, 3]
     for layer, counts in enumerate(load["counts"]):
         assert counts == [int((rows[:, layer] == e).sum()) for e in range(load["num_experts"])]
+
+
+async def test_request_log_says_sizes_times_and_as_much_as_its_level(caplog):
+    caplog.set_level("INFO", "tracklayer.requests")
+    for level, words in ((0, []), (1, ["sampling="]), (2, ["sampling=", "text="])):
+        caplog.clear()
+        async with serving(log_requests=True, log_requests_level=level, enable_metrics=True) as (client, _, _):
+            body = {"text": "a", "rid": "r1", "sampling_params": GREEDY, "return_routed_experts": True}
+            await client.post("/generate", json=body)
+        first, last = caplog.messages
+        assert first.startswith("rid=r1 event=submitted prompt_tokens=") and "output_tokens=6" in last
+        assert "total_s=" in last and "first_token_s=" in last and "route_rows=" in last
+        for word in ("sampling=", "text="):
+            assert (word in first + last) == (word in words)

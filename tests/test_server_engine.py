@@ -227,3 +227,15 @@ async def test_too_small_a_cache_refuses_the_impossible_and_finishes_the_rest(ch
         answers = [r.json() for r in await asyncio.gather(*jobs)]
         assert all(len(rows_of(a["meta_info"]["routed_experts"], service)) == 41 for a in answers)
         assert sum(a["meta_info"]["num_retractions"] for a in answers) > 0
+
+
+async def test_a_full_queue_is_503_and_what_was_accepted_is_answered(checkpoints):
+    async with real(checkpoints / "0", max_queued_requests=2, max_running_requests=1) as (client, _):
+        await client.post("/pause_generation", json={"mode": "in_place"})
+        ask = {"text": "a", "sampling_params": GREEDY}
+        tasks = [asyncio.create_task(client.post("/generate", json=ask)) for _ in range(6)]
+        await asyncio.sleep(0.2)
+        await client.post("/continue_generation")
+        replies = await asyncio.gather(*tasks)
+        assert sorted(r.status_code for r in replies) == [200, 200, 503, 503, 503, 503]
+        assert all(r.headers["retry-after"] for r in replies if r.status_code == 503)

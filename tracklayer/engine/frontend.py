@@ -75,7 +75,6 @@ class TextFrontend:
         *,
         intake: Intake | None = None,
         weight_version: str = "default",
-        stream_interval: int = 1,
         observer: Observer | None = None,
     ) -> None:
         self.client = client
@@ -83,7 +82,6 @@ class TextFrontend:
         self.intake = intake or Intake(client.info, tokenizer)
         self.weight_version = weight_version
         self.observer = observer or Observer()
-        self._interval = stream_interval
         self._samples: dict[str, tuple[Sample, Running]] = {}
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -179,7 +177,7 @@ class TextFrontend:
             )
             for i, request in enumerate(requests)
         ]
-        running = Running(samples, requests[0].sampling.stream_interval or self._interval)
+        running = Running(samples, requests[0].sampling.stream_interval or self.intake.stream_interval)
         for sample in samples:
             self._samples[sample.rid] = (sample, running)
             self.observer.submitted(sample)

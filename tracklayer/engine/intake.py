@@ -94,12 +94,14 @@ class Intake:
         limits: Limits | None = None,
         default_sampling: dict[str, Any] | None = None,
         auto_truncate: bool = False,
+        stream_interval: int = 1,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
         self.limits = limits or Limits()
         self.default_sampling = default_sampling or {}
         self.auto_truncate = auto_truncate
+        self.stream_interval = stream_interval
         self.eos = frozenset(info.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset())
         self._seeds = random.Random(random_seed)
 
@@ -144,6 +146,12 @@ class Intake:
             )
             for i in range(count)
         ]
+
+    def _news_interval(self, call: GenerateCall, params: SamplingParams) -> int:
+        """Tokens between two pieces of news: each one is needed to cut at a stop exactly and at once."""
+        if params.stop or params.stop_regex:
+            return 1
+        return params.stream_interval or self.stream_interval if call.stream else QUIET_TOKENS
 
     def _sampling(self, call: GenerateCall, count: int) -> list[SamplingParams]:
         raw = call.sampling_params
@@ -268,7 +276,7 @@ class Intake:
                 routed_experts_include_last=call.include_last,
                 priority=call.priority or 0,
                 cache_key=prompt.cache_key,
-                news_interval=1 if call.stream or params.stop or params.stop_regex else QUIET_TOKENS,
+                news_interval=self._news_interval(call, params),
                 arrived=time.time(),
             )
             for k in range(params.n)

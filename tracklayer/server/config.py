@@ -38,7 +38,7 @@ class ServerConfig:
     log_level: str = flag("info", "level of the log", choices=LOG_LEVELS)
     log_level_http: str | None = flag(None, "level of the access log; default: warning", choices=(None, *LOG_LEVELS))
     log_requests: bool = flag(False, "log each request when it comes and when it ends")
-    log_requests_level: int = flag(2, "0: sizes and times; 1: sampling parameters too; 2: prompt and output too")
+    log_requests_level: int = flag(2, "0: sizes and times; 1: sampling parameters too; 2: output text too")
     weight_paths: str = flag("any", "checkpoints that may be loaded over HTTP: any, none, or inside this directory")
     max_body_bytes: int = flag(256 * MIB, "largest request body in bytes; beyond it 413")
     max_batch_prompts: int = flag(4096, "prompts in one request at most")

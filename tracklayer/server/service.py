@@ -12,7 +12,7 @@ from fastapi import Request
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import EngineClient, EngineInfo
-from tracklayer.engine.frontend import TextFrontend
+from tracklayer.engine.frontend import Observer, TextFrontend
 from tracklayer.engine.intake import Intake, Limits
 from tracklayer.engine.operations import ControlPlane
 from tracklayer.engine.tokenizer import TextTokenizer
@@ -23,6 +23,7 @@ from tracklayer.routes.record import Routes
 from tracklayer.server.config import ServerConfig
 from tracklayer.server.expert_load import ExpertLoad
 from tracklayer.server.metrics import Metrics
+from tracklayer.server.request_log import Observers, RequestLog
 
 ROUTE_FORMATS = ("int32", "packed", "npy")
 # generation_config.json's keys that a chat request may leave to it
@@ -103,15 +104,17 @@ def build_service(
         limits=limits,
         default_sampling=config.preferred(),
         auto_truncate=config.allow_auto_truncate,
+        stream_interval=config.stream_interval,
     )
     metrics = Metrics(config.served_model_name or engine_config.model_path)
+    watchers: list[Observer] = [metrics] if config.enable_metrics else []
+    watchers += [RequestLog(config.log_requests_level)] if config.log_requests else []
     frontend = TextFrontend(
         client,
         tokenizer,
         intake=intake,
         weight_version=engine_config.weight_version,
-        stream_interval=config.stream_interval,
-        observer=metrics if config.enable_metrics else None,
+        observer=Observers(*watchers),
     )
     control = ControlPlane(frontend, model_path=engine_config.model_path, weight_paths=config.weight_paths)
     load = ExpertLoad(len(client.info.layer_ids), client.info.num_experts)
