@@ -6,6 +6,7 @@ Configs are those of well-known checkpoints (as far as they shape the model); ex
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -16,7 +17,9 @@ from safetensors.torch import save_file
 
 from tracklayer.errors import CheckpointError
 from tracklayer.models import listing
+from tracklayer.models.decoder import Decoder
 from tracklayer.models.registry import all_families, resolve
+from tracklayer.models.weights import Loader
 
 EXAMPLES = listing.data("examples.json")
 
@@ -63,6 +66,45 @@ def test_layer_axis_of_a_well_known_checkpoint(name):
 def test_every_example_is_of_a_family_and_tested():
     names = {family.name for family in all_families()}
     assert set(EXAMPLES) <= names and set(LAYERS) <= set(EXAMPLES)
+
+
+# Published sizes in billions of parameters (language model): what the whole spec amounts to.
+SIZES = {
+    "afmoe": 6.1,
+    "bailing_moe": 16.8,
+    "bailing_moe_v2": 16.3,
+    "dbrx": 132,
+    "deepseek_v1": 16.4,
+    "dots1": 142,
+    "ernie4_5_moe": 21.9,
+    "exaone_moe": 236,
+    "gemma4_moe": 25.2,
+    "glm4_moe": 106,
+    "gpt_oss": 20.9,
+    "granite_moe": 3.4,
+    "grok1": 314,
+    "hunyuan_moe": 80,
+    "llama4": 108,
+    "mimo_v2": 309,
+    "minimax_m2": 229,
+    "mixtral": 46.7,
+    "olmoe": 6.9,
+    "phimoe": 41.9,
+    "qwen2_moe": 14.3,
+    "qwen3_moe": 30.5,
+    "step3p5": 196,
+    "xverse_moe": 25.8,
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_whole_model_has_the_published_size_and_a_name_for_every_part(name):
+    family, spec = resolve(EXAMPLES[name]["config"])
+    with torch.device("meta"):
+        whole, few = Decoder(spec, 16), Decoder(replace(spec, layers=spec.layers[:4]), 16)
+    assert sum(p.numel() for p in whole.parameters()) / 1e9 == pytest.approx(SIZES[name], rel=0.015)
+    with pytest.raises(CheckpointError, match="^missing tensors: "):  # a part without a name would be another error
+        Loader(few, family, dry=True).finish()
 
 
 def config_of(name: str, **changes) -> dict:

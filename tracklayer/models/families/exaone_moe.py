@@ -30,7 +30,8 @@ def moe_layers(c: Config) -> list[bool]:
         return [kind == "sparse" for kind in c["mlp_layer_types"][:count]]
     if c.get("is_moe_layer"):
         return [bool(flag) for flag in c["is_moe_layer"][:count]]
-    return [i >= c.get("first_k_dense_replace", c.get("first_last_k_dense_replace", 1)) for i in range(count)]
+    first = need({"first_k": 1, **c}, "first_k_dense_replace", "first_last_k_dense_replace", "first_k")
+    return [i >= first for i in range(count)]
 
 
 def windows(c: Config) -> list[bool]:
