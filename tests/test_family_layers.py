@@ -103,7 +103,7 @@ def test_whole_model_has_the_published_size_and_a_name_for_every_part(name):
     with torch.device("meta"):
         whole, few = Decoder(spec, 16), Decoder(replace(spec, layers=spec.layers[:4]), 16)
     assert sum(p.numel() for p in whole.parameters()) / 1e9 == pytest.approx(SIZES[name], rel=0.015)
-    with pytest.raises(CheckpointError, match="^missing tensors: "):  # a part without a name would be another error
+    with pytest.raises(CheckpointError, match=r"^missing tensors: "):  # a part without a name would be another error
         Loader(few, family, dry=True).finish()
 
 
