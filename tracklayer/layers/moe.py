@@ -34,8 +34,11 @@ class MoE(nn.Module):
         self.shared_gate_1D = parameter(1, hidden_size) if spec.shared_gate else None
 
         self.output_scale = spec.output_scale
-        named = INNER_NORMS if spec.inner_norm else ()
-        self.norms = nn.ModuleDict({name: Norm(spec.inner_norm, hidden_size) for name in named if spec.inner_norm})
+        self.norms = nn.ModuleDict()
+        for name in INNER_NORMS if spec.inner_norm else ():
+            # The router's weight is a product (Gemma 4: scale / sqrt(D)): rounded, it would move near ties.
+            exact = torch.float32 if name == "router_norm" else None
+            self.norms[name] = Norm(spec.inner_norm, hidden_size, exact)
 
     def forward(self, x: Tensor | AddNorm, batch: Batch) -> Tensor:
         read = self._norm("router_norm", as_tensor(x)) if self.norms else x

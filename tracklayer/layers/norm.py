@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from tracklayer.kernels.norm import AddNorm, as_tensor, layer_norm, rms_norm
@@ -14,10 +15,10 @@ from tracklayer.layers.spec import NormSpec
 class Norm(nn.Module):
     """RMS or layer norm of width D by a NormSpec; `add` also folds a sublayer's output into the residual stream."""
 
-    def __init__(self, spec: NormSpec, width: int) -> None:
+    def __init__(self, spec: NormSpec, width: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.weight = parameter(width)
+        self.weight = parameter(width, dtype=dtype)
         self.bias = parameter(width) if spec.bias else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
