@@ -31,7 +31,8 @@ def build(variant: str, seed: int = 0, **overrides: Any) -> Any:
     model = getattr(transformers, model_class)(config).eval().float()
     if not hasattr(model, "lm_head"):
         model = WithHead(model)
-    randomize(model, seed, norm_centre=0.0 if model_class.startswith("Step") else 1.0)  # Step's weights are 1 + w
+    from_one = ("Step", "Qwen3Next", "Qwen3_5")  # norm weights are 1 + w
+    randomize(model, seed, norm_centre=0.0 if model_class.startswith(from_one) else 1.0)
     return model
 
 
@@ -45,7 +46,8 @@ def randomize(model: torch.nn.Module, seed: int, norm_centre: float = 1.0) -> No
             if tensor.dim() >= 2:
                 tensor.copy_(noise * (1.5 / tensor.shape[-1] ** 0.5))
             else:
-                tensor.copy_((norm_centre if "norm" in name and "bias" not in name else 0.0) + 0.2 * noise)
+                centre = 1.0 if "linear_attn.norm" in name else norm_centre
+                tensor.copy_((centre if "norm" in name and "bias" not in name else 0.0) + 0.2 * noise)
 
 
 class WithHead(torch.nn.Module):

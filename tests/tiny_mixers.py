@@ -33,6 +33,23 @@ DEEPSEEK: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
 }
 
+# A head's output may be nearly 0, and the norm after it then makes much of rounding; a larger eps keeps that small.
+CALM = {"rms_norm_eps": 1e-3}
+QWEN: dict[str, Any] = {
+    **MOE,
+    **CALM,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+
 # name -> (config class, model class, what differs from tiny_variants.COMMON)
 MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2": (
@@ -71,4 +88,6 @@ MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_topk": 3,
         },
     ),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**QWEN, "mlp_only_layers": [1]}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN),
 }

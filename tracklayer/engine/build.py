@@ -12,7 +12,14 @@ import torch
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import EngineInfo
-from tracklayer.runner.kv_cache import Caches, available_bytes, choose_num_slots, kv_bytes_per_slot
+from tracklayer.errors import UserError
+from tracklayer.runner.kv_cache import (
+    Caches,
+    available_bytes,
+    choose_num_slots,
+    kv_bytes_per_slot,
+    state_bytes_per_row,
+)
 from tracklayer.runner.load import LoadedModel
 from tracklayer.runner.runner import Runner
 from tracklayer.runner.selftest import self_test
@@ -47,7 +54,7 @@ def build_engine(config: EngineConfig, model: LoadedModel) -> Built:
             max_step_tokens=max_step_tokens,
             context_length=model.context_length,
             max_queued_requests=config.max_queued_requests,
-            prefix_cache=not config.disable_radix_cache,
+            prefix_cache=_prefix_cache(config, model),
         )
     )
     runner = Runner(model, caches, config.max_running_requests)
@@ -67,16 +74,31 @@ def build_engine(config: EngineConfig, model: LoadedModel) -> Built:
     return Built(model, runner, scheduler, _info(config, model, scheduler.config))
 
 
+def _prefix_cache(config: EngineConfig, model: LoadedModel) -> bool:
+    """Whether prompts may reuse cached prefixes: not where a token's state is gone once the next one was read."""
+    if model.decoder.recurrents and not config.disable_radix_cache:
+        log.info("prefix reuse is off: %s keeps recurrent state, which no cache slot holds", model.family.name)
+    return not config.disable_radix_cache and not model.decoder.recurrents
+
+
 def _allocate(config: EngineConfig, model: LoadedModel, max_step_tokens: int) -> Caches:
     """Caches as large as the memory allows once the largest step's own needs were measured."""
-    attentions = model.decoder.attentions
+    attentions, recurrents = model.decoder.attentions, model.decoder.recurrents
     routes = model.route_shape if config.enable_return_routed_experts else None
     kv_bytes = kv_bytes_per_slot(attentions, model.dtype)
     per_slot = kv_bytes + (routes.bytes_per_slot if routes else 0)
     reserve = _activation_bytes(model, max_step_tokens) if model.device.type == "cuda" else 0
-    budget = available_bytes(model.device, config.mem_fraction_static) - reserve
+    state_bytes = (config.max_running_requests + 1) * state_bytes_per_row(recurrents, model.dtype)
+    budget = available_bytes(model.device, config.mem_fraction_static) - reserve - state_bytes
+    if recurrents and budget <= 0:
+        raise UserError(
+            f"recurrent states of {config.max_running_requests} requests take {state_bytes / 2**30:.2f} GiB, more than "
+            "is left beside the weights; lower --max-running-requests"
+        )
     useful = config.max_running_requests * model.context_length
     num_slots = choose_num_slots(budget, per_slot, config.page_size, config.max_total_tokens, useful)
+    if recurrents:
+        log.info("recurrent states: %.2f GiB for %d requests", state_bytes / 2**30, config.max_running_requests)
     log.info(
         "caches: %d slots, KV %.2f GiB, route pool %.3f GiB (%.2f%% of it)",
         num_slots,
@@ -84,14 +106,18 @@ def _allocate(config: EngineConfig, model: LoadedModel, max_step_tokens: int) ->
         num_slots * (per_slot - kv_bytes) / 2**30,
         100 * (per_slot - kv_bytes) / per_slot,
     )
-    return Caches.allocate(num_slots, attentions, routes, model.dtype, model.device)
+    rows = config.max_running_requests
+    return Caches.allocate(num_slots, attentions, routes, model.dtype, model.device, recurrents, rows)
 
 
 def _activation_bytes(model: LoadedModel, num_tokens: int) -> int:
     """Bytes beyond weights and caches that a step of `num_tokens` takes at its peak: measured with a small cache."""
     length = min(num_tokens, model.context_length)
-    caches = Caches.allocate(length + 1, model.decoder.attentions, None, model.dtype, model.device)
-    runner = Runner(model, caches, -(-num_tokens // length))
+    rows, decoder = -(-num_tokens // length), model.decoder
+    caches = Caches.allocate(
+        length + 1, decoder.attentions, None, model.dtype, model.device, decoder.recurrents, num_rows=rows
+    )
+    runner = Runner(model, caches, rows)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     runner.measure(num_tokens, length)

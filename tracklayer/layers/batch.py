@@ -13,6 +13,22 @@ from tracklayer.kernels.attention import WholePrompts
 
 
 @dataclass(slots=True)
+class Run:
+    """Sequences of about one length side by side, as recurrent mixers walk them: B sequences, M places each.
+
+    tokens_BM int64    index in T of each place; places past a sequence's end repeat its last token
+    counts_B int64     tokens of each sequence in this step, 1 to M
+    rows_B int64       line of each in the state pools
+    fresh_B bool       sequences that begin in this step: their state is zero, whatever the pool holds
+    """
+
+    tokens_BM: Tensor
+    counts_B: Tensor
+    rows_B: Tensor
+    fresh_B: Tensor
+
+
+@dataclass(slots=True)
 class Batch:
     """One forward's metadata; tensors live on the model's device, ints on the host.
 
@@ -27,6 +43,9 @@ class Batch:
     num_tokens_1 int32   [1]: tokens that are not padding; None when none are (only CUDA graphs pad)
     kv                   per attention sublayer: its caches (k_SHD, v_SHD), in model order
     pool_SLK             the route pool's tensor, None when recording is off
+    states               per recurrent sublayer: its state pools [R, ...], in model order
+    runs, order_T        the sequences in runs, and where in the runs' places token t stands (int64; None: in order);
+                         only for models with recurrent sublayers
     """
 
     token_ids_T: Tensor
@@ -43,3 +62,6 @@ class Batch:
     num_tokens_1: Tensor | None = None
     kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool_SLK: Tensor | None = None
+    states: list[tuple[Tensor, ...]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    order_T: Tensor | None = None

@@ -1,9 +1,10 @@
-"""Multi-head latent attention over a cache of latents. T tokens, N heads, C latent width, P nope and R rope dims a head,
-E value width of a head.
+"""Multi-head latent attention over a cache of latents.
 
-Absorbed form throughout: a head's key and value of a token are linear in its latent, so the query is taken into latent
-space (q_nope W_k) and the attention's result out of it (W_v). Then all heads attend to one key, the latent and the turned
-dims beside it, and its first C columns are the value.
+T tokens, N heads, C latent width, P dims of a head without position and R with, E value width of a head.
+
+Absorbed form throughout: a head's key and value of a token are linear in its latent, so the query is taken into
+latent space (q_nope W_k) and the attention's result out of it (W_v). Then all heads attend to one key, the latent and
+the turned dims beside it, and its first C columns are the value.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class MLA(nn.Module):
         out_TNE = torch.bmm(out_TNC.transpose(0, 1), to_value_NEC.transpose(1, 2)).transpose(0, 1)
         if self.gate is not None:
             out_TNE = out_TNE * torch.sigmoid(self.gate(x_TD)).view(len(x_TD), spec.num_heads, -1)
-        return self.o(out_TNE.flatten(1))
+        out_TD: Tensor = self.o(out_TNE.flatten(1))
+        return out_TD
 
     def _turn(self, x_THR: Tensor, batch: Batch) -> Tensor:
         if self.cos_sin_PD is None or self.spec.rope is None:

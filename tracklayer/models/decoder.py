@@ -12,11 +12,13 @@ from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.kernels.rope import rope_table
 from tracklayer.layers.attention import Attention
 from tracklayer.layers.batch import Batch
+from tracklayer.layers.mixers import recurrent_mixer
 from tracklayer.layers.mla import MLA
 from tracklayer.layers.mlp import MLP
 from tracklayer.layers.moe import MoE
 from tracklayer.layers.norm import Norm
 from tracklayer.layers.parts import Part, parameter, prefixed
+from tracklayer.layers.recurrent_spec import RecurrentSpec
 from tracklayer.layers.spec import AttentionSpec, KVLayout, MLASpec, MLPSpec, MoESpec, RopeSpec
 from tracklayer.models.spec import ModelSpec, Sublayer
 
@@ -84,6 +86,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.attentions: list[KVLayout] = []
+        self.recurrents: list[RecurrentSpec] = []
         self.embed_VD = parameter(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList()
         ropes = RopeTables(max_position)
@@ -102,6 +105,10 @@ class Decoder(nn.Module):
                 kind = MLA if isinstance(sub.body, MLASpec) else Attention
                 table = ropes.get(sub.body.rope)
                 return kind(sub.body, self.spec.hidden_size, table, cache=len(self.attentions) - 1)
+            case RecurrentSpec():
+                self.recurrents.append(sub.body)
+                table = ropes.get(sub.body.rope)
+                return recurrent_mixer(sub.body, self.spec.hidden_size, table, len(self.recurrents) - 1)
             case MLPSpec():
                 return MLP(sub.body, self.spec.hidden_size)
             case MoESpec():

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tracklayer.kernels.topk import RouterSpec
+from tracklayer.layers.recurrent_spec import RecurrentSpec
 from tracklayer.layers.spec import AttentionSpec, MLASpec, MLPSpec, MoESpec, NormSpec
+
+Body = TypeVar("Body")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class Sublayer:
     """
 
     name: str
-    body: AttentionSpec | MLASpec | MLPSpec | MoESpec
+    body: AttentionSpec | MLASpec | RecurrentSpec | MLPSpec | MoESpec
     pre_norm: NormSpec | None = NormSpec()
     post_norm: NormSpec | None = None
     residual_scale: float = 1.0
@@ -68,9 +71,21 @@ class ModelSpec:
 
         return replace(self, layers=tuple(tuple(map(change, subs)) for subs in self.layers))
 
+    def bodies(self, kind: type[Body]) -> list[Body]:
+        """The sublayers' bodies of one kind, in order."""
+        return [s.body for subs in self.layers for s in subs if isinstance(s.body, kind)]
+
     @property
     def routers(self) -> tuple[RouterSpec, ...]:
         return tuple(s.body.router for subs in self.layers for s in subs if isinstance(s.body, MoESpec))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A checkpoint tensor that holds several of our parts, interleaved: cut(tensor, the model) gives one per target."""
+
+    targets: tuple[str, ...]
+    cut: Callable[[Any, ModelSpec], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +95,7 @@ class Family:
     names     checkpoint name template -> our part name, with {i} for the layer, {j} for the expert
               (our names: embed, head, norm, layers.{i}.<sublayer>.<part>; see docs/add_a_family.md)
     transforms our part name template -> function of (checkpoint tensor, shape of the part) that gives what is copied
+    splits    checkpoint name template -> the parts that the tensor is cut into
     ignored   regular expressions of checkpoint tensors that are skipped on purpose (other towers, MTP layers)
     claims    whether a config with our architecture name is ours (two families may share one name)
     note      what `tracklayer models` says of it: choices made where references disagree
@@ -93,6 +109,7 @@ class Family:
     spec: Callable[[dict[str, Any]], ModelSpec]
     names: dict[str, str]
     transforms: dict[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    splits: dict[str, Split] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     mtp_past_end: bool = False
     claims: Callable[[dict[str, Any]], bool] = lambda config: True

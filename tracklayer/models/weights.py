@@ -20,7 +20,7 @@ from tracklayer.config import load_model_config
 from tracklayer.errors import CheckpointError
 from tracklayer.models.decoder import Decoder
 from tracklayer.models.dequant import dequantised
-from tracklayer.models.spec import Family
+from tracklayer.models.spec import Family, Split
 
 ALWAYS_IGNORED = (r".*rotary_emb\.inv_freq",)
 
@@ -49,9 +49,11 @@ def checkpoint_tensors(path: str) -> Iterator[tuple[str, Tensor]]:
 class NameTable:
     """The two directions of a family's name table: checkpoint name -> part name, and back for messages."""
 
-    def __init__(self, names: dict[str, str]) -> None:
+    def __init__(self, names: dict[str, str], splits: dict[str, Split]) -> None:
         self.rules = [(_pattern(theirs), ours) for theirs, ours in names.items()]
         self.inverse = [(_pattern(ours), theirs) for theirs, ours in names.items()]
+        for theirs, split in splits.items():
+            self.inverse += [(_pattern(ours), theirs) for ours in split.targets]
 
     def ours(self, theirs: str) -> str | None:
         return _rewrite(self.rules, theirs)
@@ -81,7 +83,9 @@ class Loader:
     def __init__(self, model: Decoder, family: Family, *, dry: bool = False) -> None:
         self.family = family
         self.dry = dry
-        self.names = NameTable(family.names)
+        self.spec = model.spec
+        self.names = NameTable(family.names, family.splits)
+        self.splits = [(_pattern(theirs), split) for theirs, split in family.splits.items()]
         self.transforms = [(_pattern(ours), function) for ours, function in family.transforms.items()]
         if model.spec.normed_head:
             self.transforms.append((_pattern("head.weight"), lambda head_VD, _: head_VD / (head_VD.norm(dim=0) + 1e-7)))
@@ -99,8 +103,7 @@ class Loader:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy each tensor into its part. Raises CheckpointError for an unknown name or a wrong shape."""
-        for theirs, tensor in tensors:
-            ours = self.names.ours(theirs)
+        for theirs, ours, tensor in self._targets(tensors):
             if ours is None or ours not in self.parts:
                 if self.ignored.fullmatch(theirs) or self._past_end(theirs):
                     continue
@@ -116,6 +119,17 @@ class Loader:
             if not self.dry:
                 view.copy_(tensor)
             self.arrived[ours] = view.numel()
+
+    def _targets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str | None, Tensor]]:
+        """Each tensor with our name for it, or, if it is several of our parts in one, each of these."""
+        for theirs, tensor in tensors:
+            for pattern, split in self.splits:
+                if match := pattern.fullmatch(theirs):
+                    for ours, piece in zip(split.targets, split.cut(tensor, self.spec), strict=True):
+                        yield theirs, ours.format(**match.groupdict()), piece
+                    break
+            else:
+                yield theirs, self.names.ours(theirs), tensor
 
     def read(self, theirs: str) -> Tensor:
         """The weights of a checkpoint tensor as they are now. Raises CheckpointError for a name that is not loaded."""

@@ -14,6 +14,7 @@ from tracklayer.kernels.attention import WHOLE_LEAST, WHOLE_STEP, WholePrompts
 from tracklayer.layers.batch import Batch
 from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.rows import Rows
+from tracklayer.runner.runs import run_arrays, runs_of
 from tracklayer.types import Share, StepPlan
 
 Array = npt.NDArray[Any]
@@ -69,29 +70,33 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
         [np.zeros(1, np.int32) if s.token_ids is None else np.asarray(s.token_ids, np.int32) for s in shares]
     )
     prefill = shares[num_decode:]
+    row_numbers = np.array([s.row for s in shares], np.int32)
+    firsts = np.array([s.start for s in shares], np.int32)
     groups, cut = cut_whole_prompts(shares) if device.type == "cuda" else ([], ([], [], []))
     tensors = upload(
         [
             token_ids,
             np.concatenate([np.arange(s.start, s.start + s.num_tokens, dtype=np.int32) for s in shares]),
             np.concatenate([s.slots[-s.num_tokens :] for s in shares]),
-            np.array([s.row for s in shares], np.int32),
+            row_numbers,
             starts,
-            np.array([s.start + s.num_tokens for s in shares], np.int32),
+            firsts + counts,
             np.array([starts[b + 1] - 1 for b, s in enumerate(shares) if s.samples], np.int32),
             np.array([s.row for s in shares if s.samples], np.int32),
             *(np.array(part, np.int32) for part in cut),
             *[s.slots for s in prefill],
+            *(run_arrays(counts, starts, row_numbers, firsts) if caches.states else []),
         ],
         device,
     )
     token_ids_T, positions_T, slots_T, rows_B, starts_B1, lens_B, sampled_N, sampled_rows_N = tensors[:8]
     whole = WholePrompts(tuple(groups), *tensors[8:11]) if groups else None
-    for share, slots in zip(prefill, tensors[11:], strict=True):
+    for share, slots in zip(prefill, tensors[11:], strict=False):
         rows.enter_prefill(share, slots)
     if num_decode:
         d = slice(0, num_decode)
         token_ids_T[d] = rows.enter_decode(rows_B[d], positions_T[d], slots_T[d])
+    runs, order_T = runs_of(tensors[11 + len(prefill) :]) if caches.states else ([], None)
     batch = Batch(
         token_ids_T=token_ids_T,
         positions_T=positions_T,
@@ -106,5 +111,8 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
         whole=whole,
         kv=caches.kv,
         pool_SLK=caches.pool.tensor_SLK if caches.pool else None,
+        states=caches.states,
+        runs=runs,
+        order_T=order_T,
     )
     return batch, sampled_N, sampled_rows_N

@@ -17,6 +17,7 @@ from tracklayer.layers.batch import Batch
 from tracklayer.models.decoder import Decoder
 from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.rows import Rows
+from tracklayer.runner.runs import decode_run
 from tracklayer.types import Share
 
 
@@ -100,6 +101,8 @@ class DecodeGraphs:
             num_tokens_1=self.buffers.fields_4B[3, :1],
             kv=self.caches.kv,
             pool_SLK=self.caches.pool.tensor_SLK if self.caches.pool else None,
+            states=self.caches.states,
+            runs=[decode_run(rows_B, lens_B)] if self.caches.states else [],
         )
         if self.caches.pool:
             self.caches.pool.fill(slots_B)

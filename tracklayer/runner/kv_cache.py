@@ -1,15 +1,18 @@
-"""The caches, indexed by slot: keys and values of every attention layer, and the route pool beside them."""
+"""The caches: by slot, keys and values of every attention layer and the route pool; by row, recurrent states."""
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tracklayer.errors import UserError
 from tracklayer.kernels.rows import copy_slots
+from tracklayer.layers.recurrent_spec import Kept, RecurrentSpec
 from tracklayer.layers.spec import KVLayout
 from tracklayer.routes.pool import RoutePool, RouteShape
 
@@ -18,10 +21,14 @@ CPU_CACHE_BYTES = 2 << 30
 
 @dataclass(slots=True)
 class Caches:
-    """kv[a] = (k [S, H, D], v [S, H, E]) of attention sublayer a; pool None when recording is off."""
+    """kv[a] = (k [S, H, D], v [S, H, E]) of attention sublayer a; pool None when recording is off.
+
+    states[m] = what recurrent sublayer m keeps, each [R + 1, ...]: a line for each row, the last is scratch.
+    """
 
     kv: list[tuple[Tensor, Tensor]]
     pool: RoutePool | None
+    states: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     @classmethod
     def allocate(
@@ -31,6 +38,8 @@ class Caches:
         routes: RouteShape | None,
         dtype: torch.dtype,
         device: torch.device,
+        recurrents: Sequence[RecurrentSpec] = (),
+        num_rows: int = 0,
     ) -> Caches:
         def cache(a: KVLayout) -> tuple[Tensor, Tensor]:
             k_SHD = torch.zeros(num_slots, a.num_kv_heads, a.head_dim, dtype=dtype, device=device)
@@ -38,7 +47,11 @@ class Caches:
                 return k_SHD, k_SHD[..., : a.value_dim]
             return k_SHD, torch.zeros(num_slots, a.num_kv_heads, a.value_dim, dtype=dtype, device=device)
 
-        return cls([cache(a) for a in attentions], RoutePool(num_slots, routes, device) if routes else None)
+        states = [
+            tuple(torch.zeros(num_rows + 1, *k.shape, dtype=kept_dtype(k, dtype), device=device) for k in r.kept)
+            for r in recurrents
+        ]
+        return cls([cache(a) for a in attentions], RoutePool(num_slots, routes, device) if routes else None, states)
 
     def copy(self, pairs_N2: Tensor) -> None:
         """Copy slots (source, target) in every cache and in the pool."""
@@ -49,6 +62,14 @@ class Caches:
 def kv_bytes_per_slot(attentions: list[KVLayout], dtype: torch.dtype) -> int:
     widths = (a.head_dim + (0 if a.shares_value else a.value_dim) for a in attentions)
     return sum(a.num_kv_heads * w for a, w in zip(attentions, widths, strict=True)) * dtype.itemsize
+
+
+def kept_dtype(kept: Kept, dtype: torch.dtype) -> torch.dtype:
+    return dtype if kept.dtype == "model" else getattr(torch, kept.dtype)
+
+
+def state_bytes_per_row(recurrents: Sequence[RecurrentSpec], dtype: torch.dtype) -> int:
+    return sum(math.prod(k.shape) * kept_dtype(k, dtype).itemsize for r in recurrents for k in r.kept)
 
 
 def available_bytes(device: torch.device, mem_fraction: float) -> int:

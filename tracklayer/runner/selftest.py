@@ -93,13 +93,14 @@ def _modes(runner: Runner, probe: Probe) -> Iterator[tuple[str, int, slice]]:
     _run(runner, probe, [probe.share(b, 0, 3) for b in range(count)])
     _run(runner, probe, [probe.share(b, 3, last) for b in range(count)])
     yield "chunked prefill", count, slice(0, last)
+    kept = [(state, state[:count].clone()) for states in runner.caches.states for state in states]
     graphs, runner.graphs = runner.graphs, None
-    _decode(runner, probe, few)
+    _decode(runner, probe, few, kept)
     yield "eager decode", few, slice(last, last + 1)
     runner.graphs = graphs
     for size in graphs.sizes if graphs else ():
         if size <= count:
-            _decode(runner, probe, size)
+            _decode(runner, probe, size, kept)
             yield f"CUDA graph of {size}", size, slice(last, last + 1)
 
 
@@ -107,8 +108,10 @@ def _run(runner: Runner, probe: Probe, shares: list[Share]) -> None:
     runner.launch(probe.plan(shares)).wait()
 
 
-def _decode(runner: Runner, probe: Probe, count: int) -> None:
-    """Feed the last token of `count` sequences as if it had been sampled."""
+def _decode(runner: Runner, probe: Probe, count: int, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Feed the last token of `count` sequences as if it had been sampled, from the recurrent states in `kept`."""
+    for state, before in kept:
+        state[: len(before)] = before
     pool = runner.caches.pool
     assert pool is not None
     last = torch.from_numpy(probe.tokens_BT[:count, -1].astype(np.int32)).to(runner.device)
@@ -124,7 +127,10 @@ def _reference(runner: Runner, probe: Probe) -> Array:
     model, pool = runner.model, runner.caches.pool
     assert pool is not None
     size = count * length + probe.page_size
-    caches = Caches.allocate(size, model.decoder.attentions, pool.shape, model.dtype, model.device)
+    decoder = model.decoder
+    caches = Caches.allocate(
+        size, decoder.attentions, pool.shape, model.dtype, model.device, decoder.recurrents, num_rows=count
+    )
     other = Runner(model, caches, count)
     with reference_kernels():
         _run(other, probe, [probe.share(b, 0, length) for b in range(count)])
