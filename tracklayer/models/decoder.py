@@ -88,6 +88,8 @@ class Decoder(nn.Module):
         self.attentions: list[KVLayout] = []
         self.recurrents: list[RecurrentSpec] = []
         self.embed_VD = parameter(spec.vocab_size, spec.hidden_size)
+        rounded = torch.tensor(spec.embed_scale, dtype=self.embed_VD.dtype, device="cpu")
+        self.embed_scale = float(rounded) if spec.embed_scale_rounded else spec.embed_scale
         self.layers = nn.ModuleList()
         ropes = RopeTables(max_position)
         for layer_id, subs in enumerate(spec.layers):
@@ -127,8 +129,8 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Final normed hidden states [T, D]. Writes KV and, when recording, the routes of every token."""
         residual_TD = nn.functional.embedding(batch.token_ids_T, self.embed_VD)
-        if self.spec.embed_scale != 1.0:
-            residual_TD = residual_TD * self.spec.embed_scale
+        if self.embed_scale != 1.0:
+            residual_TD = residual_TD * self.embed_scale
         x, delta_TD, scale = residual_TD, None, 1.0
         for blocks in self.layers:
             deferred_TD = None

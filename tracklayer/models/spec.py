@@ -40,6 +40,7 @@ class Sublayer:
 class ModelSpec:
     """A whole decoder. layers[i] is the i-th decoder layer's sublayers, in order.
 
+    embed_scale_rounded: the factor on embeddings is first rounded to the model's dtype (Gemma).
     normed_head: each column of the head is divided by its length over the vocabulary at load (Bailing's norm_head).
     """
 
@@ -50,6 +51,7 @@ class ModelSpec:
     context_length: int
     tie_embeddings: bool = False
     embed_scale: float = 1.0
+    embed_scale_rounded: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     head_bias: bool = False

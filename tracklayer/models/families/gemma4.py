@@ -87,6 +87,7 @@ def spec(c: Config) -> ModelSpec:
         c,
         layer,
         embed_scale=need(c, "hidden_size") ** 0.5,
+        embed_scale_rounded=True,
         logit_softcap=c.get("final_logit_softcapping"),
         tie_embeddings=c.get("tie_word_embeddings", True),
     )
