@@ -45,7 +45,7 @@ def test_runs_on_dummy_weights(variant, tmp_path):
     core = tiny_engine(tmp_path, load_format="dummy")
     answer = generate(core, {"a": list(range(40))}, 2)["a"]
     assert all(np.isfinite(piece.top_logprobs).all() for piece in [answer.inputs, *answer.outputs])
-    assert len(np.unique(answer.routes)) > core.info.num_experts // 2
+    assert len(np.unique(answer.routes)) > min(core.info.num_experts, 64) // 2
 
 
 def test_every_family_has_a_variant(tmp_path):
