@@ -34,7 +34,7 @@ DEEPSEEK: dict[str, Any] = {
 }
 
 # A head's output may be nearly 0, and the norm after it then makes much of rounding; a larger eps keeps that small.
-CALM = {"rms_norm_eps": 1e-3}
+CALM = {"rms_norm_eps": 1e-2}
 QWEN: dict[str, Any] = {
     **MOE,
     **CALM,
@@ -47,6 +47,16 @@ QWEN: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+
+KDA: dict[str, Any] = {
+    **DEEPSEEK,
+    **CALM,
+    "num_hidden_layers": 4,
+    "q_lora_rank": None,
+    "n_group": 4,
+    "topk_group": 2,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }
 
@@ -90,4 +100,15 @@ MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**QWEN, "mlp_only_layers": [1]}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {**KDA, "linear_head_dim": 12, "linear_num_heads": 3, "linear_conv_kernel_dim": 4},
+    ),
+    "bailing_hybrid": ("BailingHybridConfig", "BailingHybridForCausalLM", {**KDA, "head_dim": 12}),
+    "bailing_hybrid_soft": (
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {**KDA, "head_dim": 12, "q_lora_rank": 24, "kda_safe_gate": False, "short_conv_kernel_size": 3},
+    ),
 }

@@ -28,7 +28,7 @@ class GatedDelta(Recurrent):
         keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
         self.qkv = Linear(hidden_size, {"q": keys, "k": keys, "v": values}, fused="qkv")
         self.gates = Linear(hidden_size, {"z": values, "b": spec.num_heads, "a": spec.num_heads})
-        self.conv_XK = parameter(spec.conv_width, spec.conv)
+        self.conv_XK = parameter(spec.conv_width, spec.conv, dtype=torch.float32)
         self.a_log_N = parameter(spec.num_heads, dtype=torch.float32)
         self.dt_bias_N = parameter(spec.num_heads, dtype=torch.float32)
         self.norm_E = parameter(spec.value_dim)

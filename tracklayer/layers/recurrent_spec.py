@@ -53,3 +53,27 @@ class GatedDeltaSpec(RecurrentSpec):
             Kept((self.conv - 1, self.conv_width)),
             Kept((self.num_heads, self.key_dim, self.value_dim), "float32"),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDASpec(RecurrentSpec):
+    """Kimi Delta Attention (arXiv 2510.26692): the delta rule with a decay of its own for each key channel.
+
+    low_rank     decay and output gate come through a bottleneck of head_dim
+    lower_bound  log decay = lower_bound * sigmoid(exp(A) * f) (Ling-3); None: -exp(A) * softplus(f)
+    norm         of each head's output, before its sigmoid gate
+    """
+
+    num_heads: int
+    head_dim: int
+    conv: int
+    low_rank: bool = False
+    lower_bound: float | None = None
+    norm: NormSpec = NormSpec()
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        return (
+            Kept((self.conv - 1, 3 * self.num_heads * self.head_dim)),
+            Kept((self.num_heads, self.head_dim, self.head_dim), "float32"),
+        )
