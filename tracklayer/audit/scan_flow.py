@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+from tracklayer.audit.scan_state import NOTHING, Absent, Outcomes, Present, State, States, distinct, overlay, unknown
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
 # Callables that read an argument and never change it.
@@ -26,90 +27,93 @@ READERS = frozenset(
         "bool",
         "isinstance",
         "type",
-        "id",
-        "iter",
         "any",
         "all",
-        "hash",
         "dict",
     ]
 )
+MAX_ROUNDS = 64  # of a loop; the paths through it only grow, so that it settles long before
 
 
-@dataclass(frozen=True)
-class Present:
-    """The key is there with this expression as its value."""
-
-    node: ast.expr
+OnCall = Callable[[ast.Call, Callable[[ast.expr], Outcomes]], None]
 
 
-@dataclass(frozen=True)
-class Absent:
-    """The key is not there."""
+def alternatives(node: ast.expr) -> list[ast.expr]:
+    """The expressions whose value a conditional expression may give."""
+    match node:
+        case ast.IfExp(body=body, orelse=orelse):
+            return alternatives(body) + alternatives(orelse)
+        case ast.BoolOp(values=values):
+            return [one for value in values for one in alternatives(value)]
+    return [node]
 
 
-@dataclass(frozen=True)
-class Unknown:
-    """It can not be told whether the key is there."""
+def sources(node: ast.expr | None) -> set[str]:
+    """Names whose dictionaries an expression's dictionary is made of."""
+    match node:
+        case ast.Name(id=name):
+            return {name}
+        case ast.Dict(keys=keys, values=values):
+            return set().union(*(sources(v) for k, v in zip(keys, values, strict=True) if k is None))
+        case ast.Call(func=func, args=args, keywords=keywords):
+            inner = [*args, *(k.value for k in keywords if k.arg is None)]
+            if isinstance(func, ast.Attribute):
+                inner.append(func.value)
+            return set().union(*(sources(i) for i in inner))
+        case ast.IfExp() | ast.BoolOp():
+            return set().union(*(sources(one) for one in alternatives(node)))
+        case ast.BinOp(left=left, right=right):
+            return sources(left) | sources(right)
+        case ast.NamedExpr(target=target, value=value):
+            return sources(target) | sources(value)
+    return set()
 
-    why: str
 
-
-Outcome = Present | Absent | Unknown
-Outcomes = frozenset[Outcome]
-NOTHING: Outcomes = frozenset({Absent()})
-
-
-def unknown(why: str) -> Outcomes:
-    return frozenset({Unknown(why)})
-
-
-def overlay(base: Outcomes, top: Outcomes) -> Outcomes:
-    """The key after `top` was merged over `base` (dict.update, | and ** keep the later value)."""
-    later = {o for o in top if not isinstance(o, Absent)}
-    return frozenset(later | set(base)) if Absent() in top else frozenset(later)
-
-
-class State:
-    """Which dictionary object each name holds, and what each object may hold under the key. None: name not a dict."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, int] = {}
-        self.objects: dict[int, Outcomes] = {}
-
-    def copy(self) -> State:
-        other = State()
-        other.names, other.objects = dict(self.names), dict(self.objects)
-        return other
-
-    def view(self) -> dict[str, Outcomes]:
-        return {name: self.objects[obj] for name, obj in self.names.items()}
-
-    def get(self, name: str) -> Outcomes | None:
-        return self.objects[self.names[name]] if name in self.names else None
+def tracked_names(nodes: list[ast.AST], roots: set[str]) -> set[str]:
+    """The roots, what their dictionaries are made of, and other names of them: no other name makes a path differ."""
+    flows: list[tuple[set[str], set[str], bool]] = []  # (to, from, is the same dictionary under another name)
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                same = any(isinstance(one, ast.Name) for one in alternatives(value))
+                stored = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+                flows.append((stored, sources(value), same))
+            case ast.AnnAssign(target=target, value=value) | ast.AugAssign(target=target, value=value):
+                flows.append((sources(target), sources(value), isinstance(value, ast.Name)))
+            case ast.NamedExpr(target=target, value=value):
+                flows.append((sources(target), sources(value), True))
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name))):
+                flows.append(({name}, sources(node), False))
+    tracked = set(roots)
+    while True:
+        made_of = [source for to, source, _ in flows if to & tracked]
+        renamed = [to for to, source, same in flows if same and source & tracked]
+        more = set().union(*made_of, *renamed)
+        if more <= tracked:
+            return tracked
+        tracked |= more
 
 
 class Flow:
-    """Interprets one scope. `on_call(call, outcomes_of)` is told every call met, with a reader for its ** arguments.
+    """Interprets one scope for the dictionaries that `roots` hold. `on_call(call, outcomes_of)` is told every call met, with a reader for its ** arguments.
 
-    A call can be met several times (loops); the listener unites what it is told.
+    A call is met once a path; the listener unites what it is told.
     """
 
-    def __init__(
-        self, scope: Scope, key: str, on_call: Callable[[ast.Call, Callable[[ast.expr], Outcomes]], None]
-    ) -> None:
+    def __init__(self, scope: Scope, key: str, nodes: list[ast.AST], roots: set[str], on_call: OnCall) -> None:
         self.scope, self.key, self.on_call = scope, key, on_call
+        self.tracked = tracked_names(nodes, roots)
         self.next_object = 0
-        self.exits: list[list[State]] = []  # states that left the innermost loops by break or continue
+        self.exits: list[States] = []  # states that left the innermost loops by break or continue
 
     def run(self) -> None:
-        state: State | None = State()
+        state = State()
         if isinstance(self.scope, ast.Lambda):
-            self.expr(self.scope.body, State())
+            self.expr(self.scope.body, state)
             return
         if isinstance(self.scope, ast.FunctionDef | ast.AsyncFunctionDef):
             self.bind_parameters(self.scope.args, state)
-        self.block(self.scope.body, state)
+        self.block(self.scope.body, [state])
 
     def bind_parameters(self, args: ast.arguments, state: State) -> None:
         for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs]:
@@ -120,20 +124,21 @@ class Flow:
             value = NOTHING if named else unknown(f"`**{args.kwarg.arg}` comes from the caller")
             self.assign(args.kwarg.arg, value, state)
 
-    # -- statements: each takes a state (None: unreachable) and gives the one after it -------------------------
+    # -- statements: each takes one state, which it may change, and gives those after it -------------------------
 
-    def block(self, body: Iterable[ast.stmt], state: State | None) -> State | None:
+    def block(self, body: Iterable[ast.stmt], states: States) -> States:
         for statement in body:
-            if state is None:
-                return None
-            state = self.statement(statement, state)
-        return state
+            states = distinct([after for state in states for after in self.statement(statement, state)])
+        return states
 
-    def statement(self, node: ast.stmt, state: State) -> State | None:
+    def fork(self, body: Iterable[ast.stmt], state: State) -> States:
+        return self.block(body, [state.copy()])
+
+    def statement(self, node: ast.stmt, state: State) -> States:
         match node:
             case ast.If():
                 self.expr(node.test, state)
-                return self.join([self.block(node.body, state.copy()), self.block(node.orelse, state.copy())])
+                return self.fork(node.body, state) + self.fork(node.orelse, state)
             case ast.For() | ast.AsyncFor() | ast.While():
                 return self.loop(node, state)
             case ast.Try() | ast.TryStar():
@@ -142,24 +147,33 @@ class Flow:
                 for item in node.items:
                     self.expr(item.context_expr, state)
                     self.forget(item.optional_vars, state, "it is bound by a with statement")
-                return self.block(node.body, state)
+                return self.block(node.body, [state])
             case ast.Match():
                 self.expr(node.subject, state)
-                return self.join([state.copy(), *(self.block(c.body, state.copy()) for c in node.cases)])
+                return [state.copy(), *(after for c in node.cases for after in self.fork(c.body, state))]
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 self.escape_names(node, state, f"`{node.name}` may change it")
-                return state
+                return [state]
             case ast.Return() | ast.Raise():
-                for child in ast.iter_child_nodes(node):
-                    if isinstance(child, ast.expr):
-                        self.expr(child, state)
-                return None
+                self.simple(node, state)
+                return []
             case ast.Break() | ast.Continue():
                 if self.exits:
                     self.exits[-1].append(state)
-                return None
+                return []
+            case ast.Assign(targets=[target], value=ast.IfExp() | ast.BoolOp() as value):
+                return self.choice(target, value, state)
         self.simple(node, state)
-        return state
+        return [state]
+
+    def choice(self, target: ast.expr, value: ast.IfExp | ast.BoolOp, state: State) -> States:
+        """A path for each value that a conditional expression may give."""
+        self.expr(value, state)
+        after = []
+        for one in alternatives(value):
+            after.append(state.copy())
+            self.store(target, one, after[-1])
+        return after
 
     def simple(self, node: ast.stmt, state: State) -> None:
         match node:
@@ -184,57 +198,41 @@ class Flow:
                     if isinstance(child, ast.expr):
                         self.expr(child, state)
 
-    def loop(self, node: ast.For | ast.AsyncFor | ast.While, state: State) -> State | None:
+    def loop(self, node: ast.For | ast.AsyncFor | ast.While, state: State) -> States:
         self.expr(node.test if isinstance(node, ast.While) else node.iter, state)
-        entry: State | None = state
-        seen: dict[str, Outcomes] | None = None
-        while entry is not None and entry.view() != seen:  # the sets only grow, and the scope has finitely many values
-            seen = entry.view()
-            inside = entry.copy() if entry else None
-            if inside and not isinstance(node, ast.While):
-                self.forget(node.target, inside, "it is a loop variable")
+        entry: States = [state]
+        for _ in range(MAX_ROUNDS):
+            before = {s.view() for s in entry}
+            inside = [s.copy() for s in entry]
+            if not isinstance(node, ast.While):
+                for s in inside:
+                    self.forget(node.target, s, "it is a loop variable")
             self.exits.append([])
             after = self.block(node.body, inside)
-            entry = self.join([entry, after, *self.exits.pop()])
-        return self.join([entry.copy() if entry else None, self.block(node.orelse, entry)]) if node.orelse else entry
-
-    def attempt(self, node: ast.Try | ast.TryStar, state: State) -> State | None:
-        before = state.copy()
-        partial: list[State | None] = [before.copy()]
-        current: State | None = state
-        for statement in node.body:  # a handler may start after any statement of the body
-            if current is None:
+            entry = distinct([*entry, *after, *self.exits.pop()])
+            if {s.view() for s in entry} == before:
                 break
-            current = self.statement(statement, current)
-            partial.append(current.copy() if current else None)
-        start = self.join(partial)
-        handled = [self.block(h.body, start.copy() if start else None) for h in node.handlers]
-        done = self.block(node.orelse, current)
-        return self.block(node.finalbody, self.join([done, *handled]))
+        else:
+            for s in entry:
+                self.escape_names(node, s, "the loop does not settle")
+        return entry + self.block(node.orelse, [s.copy() for s in entry]) if node.orelse else entry
 
-    def join(self, states: list[State | None]) -> State | None:
-        live = [s for s in states if s is not None]
-        if not live:
-            return None
-        result = live[0].copy()
-        for other in live[1:]:
-            for name in set(result.names) | set(other.names):
-                a, b = result.get(name), other.get(name)
-                if a is None or b is None:
-                    both = (a or b or frozenset()) | unknown(f"`{name}` is not a dictionary on every path")
-                else:
-                    both = a | b
-                if result.names.get(name) == other.names.get(name):
-                    result.objects[result.names[name]] = both
-                else:
-                    self.assign(name, both, result)
-            for obj, value in other.objects.items():
-                result.objects.setdefault(obj, value)
-        return result
+    def attempt(self, node: ast.Try | ast.TryStar, state: State) -> States:
+        partial = [state.copy()]
+        current = [state]
+        for statement in node.body:  # a handler may start after any statement of the body
+            current = self.block([statement], current)
+            partial += [s.copy() for s in current]
+        partial = distinct(partial)
+        handled = [after for h in node.handlers for after in self.block(h.body, [s.copy() for s in partial])]
+        done = self.block(node.orelse, current)
+        return self.block(node.finalbody, distinct(done + handled))
 
     # -- names -------------------------------------------------------------------------------------------------
 
     def assign(self, name: str, value: Outcomes, state: State) -> None:
+        if name not in self.tracked:
+            return
         self.next_object += 1
         state.names[name] = self.next_object
         state.objects[self.next_object] = value

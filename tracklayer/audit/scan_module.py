@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tracklayer.audit.scan_flow import Absent, Flow, Outcome, Outcomes, Present, Scope, Unknown
+from tracklayer.audit.scan_flow import Flow, Scope, sources
 from tracklayer.audit.scan_scope import FUNCTIONS, Bindings, ClassInfo, Judgement, last_name, worst
+from tracklayer.audit.scan_state import Absent, Outcome, Outcomes, Present, Unknown
 
 Verdict = Literal["passed", "missing", "wrong", "unknown"]
 How = Literal["keyword", "positional", "dictionary", "none"]
@@ -77,7 +78,7 @@ class Module:
         nodes, inner = self._contents(scope)
         known = {**known, **self._aliases(nodes, known)}
         calls = [n for n in nodes if isinstance(n, ast.Call) and self._constructed(n, known)]
-        unpacked = self._unpacked(scope, calls)
+        unpacked = self._unpacked(scope, nodes, calls)
         for call in calls:
             self.sites.append(self._judge(call, chain, known, unpacked.get(call, {})))
         self._find_values(nodes, known)
@@ -125,7 +126,9 @@ class Module:
             return known.get(inner or "")
         return None if isinstance(call.func, ast.Subscript) else known.get(name or "")
 
-    def _unpacked(self, scope: Scope, calls: list[ast.Call]) -> dict[ast.Call, dict[ast.expr, set[Outcome]]]:
+    def _unpacked(
+        self, scope: Scope, nodes: list[ast.AST], calls: list[ast.Call]
+    ) -> dict[ast.Call, dict[ast.expr, set[Outcome]]]:
         """What each ** argument of these calls may hold under the keyword."""
         found: dict[ast.Call, dict[ast.expr, set[Outcome]]] = {}
 
@@ -135,8 +138,9 @@ class Module:
                     if keyword.arg is None:
                         found.setdefault(call, {}).setdefault(keyword.value, set()).update(read(keyword.value))
 
-        if any(k.arg is None for call in calls for k in call.keywords):
-            Flow(scope, self.keyword, listen).run()
+        stars = [k.value for call in calls for k in call.keywords if k.arg is None]
+        if stars:
+            Flow(scope, self.keyword, nodes, set().union(*map(sources, stars)), listen).run()
         return found
 
     def _judge(
