@@ -14,6 +14,7 @@ import pytest
 from server_fakes import fixed_script, info, route_rows
 from server_http import GREEDY, TOKENIZER, events, serving, sglang_routes, wire_rows
 
+from tracklayer.errors import UserError
 from tracklayer.routes.codec import decode_packed
 from tracklayer.types import FinishReason
 
@@ -282,3 +283,14 @@ async def test_stop_regex_and_matched_stop_in_the_reply():
             assert (await client.post("/generate", json=body)).json()["meta_info"]["finish_reason"] == {
                 "type": "stop", "matched": matched,
             }  # fmt: skip
+
+
+async def test_routes_by_default_for_gateways_that_drop_the_field():
+    async with serving(return_routed_experts_by_default=True) as (client, _, _):
+        for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a", "max_tokens": 2})):
+            for asked in (None, True, False):
+                reply = await client.post(path, json={**body, "return_routed_experts": asked})
+                assert ("routed_experts" in reply.text) == (asked is not False)
+    with pytest.raises(UserError, match="--enable-return-routed-experts"):
+        async with serving(facts=info(400, recording=False), return_routed_experts_by_default=True):
+            pass

@@ -33,6 +33,9 @@ class ServerConfig:
     stream_interval: int = flag(1, "tokens per streamed chunk")
     incremental_streaming_output: bool = flag(False, "/generate streams send what is new instead of everything so far")
     stream_response_default_include_usage: bool = flag(False, "OpenAI streams end with usage unless told otherwise")
+    return_routed_experts_by_default: bool = flag(
+        False, "return routes to requests that do not say (for gateways that drop the field return_routed_experts)"
+    )
     enable_cache_report: bool = flag(False, "OpenAI usage says how many prompt tokens came from the cache")
     enable_metrics: bool = flag(False, "serve Prometheus metrics at /metrics")
     log_level: str = flag("info", "level of the log", choices=LOG_LEVELS)

@@ -47,9 +47,11 @@ def refuse_unavailable(body: Any) -> None:
             raise UserError(f"{name} must be 0: there is one replica, got {rank}")
 
 
-def to_call(body: GenerateBody) -> GenerateCall:
+def to_call(body: GenerateBody, service: Service) -> GenerateCall:
     """The call of a /generate body."""
     refuse_unavailable(body)
+    if body.return_routed_experts is None:
+        body.return_routed_experts = service.config.return_routed_experts_by_default
     names = set(GenerateCall.__dataclass_fields__) & set(GenerateBody.model_fields)
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     return GenerateCall(**given)
@@ -68,7 +70,7 @@ async def generate(request: Request) -> Response:
     """Generate from text or token ids; streams when asked."""
     service = service_of(request)
     body = await read_body(request, GenerateBody, limit_bytes=service.config.max_body_bytes)
-    call, form, binary = to_call(body), route_format(body.routed_experts_format), wants_msgpack(request)
+    call, form, binary = to_call(body, service), route_format(body.routed_experts_format), wants_msgpack(request)
     if call.stream:
         source = await opened(request, service.frontend.stream(call))
         return EventStream(_events(service, call, source, form), source, request.url.path)

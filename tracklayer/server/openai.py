@@ -71,8 +71,10 @@ def sampling_of(body: OpenAIBody) -> dict[str, Any]:
     return params
 
 
-def call_fields(body: OpenAIBody, request: Request) -> dict[str, Any]:
+def call_fields(body: OpenAIBody, request: Request, service: Service) -> dict[str, Any]:
     """Fields of GenerateCall that are not sampling: identity, cache namespace, routes."""
+    if body.return_routed_experts is None:
+        body.return_routed_experts = service.config.return_routed_experts_by_default
     rank = request.headers.get("x-data-parallel-rank")
     if rank not in (None, "0"):
         raise UserError(f"X-Data-Parallel-Rank must be 0: there is one replica, got {rank!r}")

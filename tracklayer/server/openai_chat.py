@@ -37,7 +37,7 @@ def to_call(body: ChatBody, request: Request, service: Service) -> GenerateCall:
     if limit is not None and limit < 1:
         raise UserError(f"max_completion_tokens must be at least 1, got {limit}")
     params["max_new_tokens"] = limit
-    fields = openai.call_fields(body, request)
+    fields = openai.call_fields(body, request, service)
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
         raise UserError(f"top_logprobs must be in 0..20, got {body.top_logprobs}")
     if body.logprobs:

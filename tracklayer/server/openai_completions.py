@@ -22,14 +22,14 @@ router = APIRouter()
 OBJECT = "text_completion"
 
 
-def to_call(body: CompletionBody, request: Request) -> GenerateCall:
+def to_call(body: CompletionBody, request: Request, service: Service) -> GenerateCall:
     """The call of a /v1/completions body."""
     route_format(body.routed_experts_format)
     params = openai.sampling_of(body)
     params["max_new_tokens"] = 16 if body.max_tokens is None else body.max_tokens
     if params["max_new_tokens"] < 1:
         raise UserError(f"max_tokens must be at least 1, got {body.max_tokens}")
-    fields = openai.call_fields(body, request)
+    fields = openai.call_fields(body, request, service)
     if body.logprobs is not None:
         if body.logprobs < 0:
             raise UserError(f"logprobs must be 0 or more, got {body.logprobs}")
@@ -46,7 +46,7 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     openai.require_json(request)
     body = await read_body(request, CompletionBody, limit_bytes=service.config.max_body_bytes)
-    call = to_call(body, request)
+    call = to_call(body, request, service)
     if call.stream:
         source = await opened(request, service.frontend.stream(call))
         return EventStream(_events(service, body, source), source, request.url.path)

@@ -96,6 +96,8 @@ def build_service(
     launch_command: str = "",
 ) -> Service:
     """Everything between a running engine and the endpoints."""
+    if config.return_routed_experts_by_default and not client.info.recording:
+        raise UserError("--return-routed-experts-by-default needs --enable-return-routed-experts")
     limits = Limits(prompts=config.max_batch_prompts, n=config.max_samples, stops=config.max_stop_characters)
     intake = Intake(
         client.info,
