@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from tracklayer.config import EngineConfig
+from tracklayer.engine.flags import ALIASES, LACKING, WITHOUT_EFFECT
 from tracklayer.errors import UserError
 from tracklayer.server.args import FIELDS, parse, usage
 from tracklayer.server.config import ServerConfig
@@ -104,3 +106,13 @@ def test_wrong_flags_and_models_end_with_status_2(capsys, tmp_path):
     assert main(["m", "--prot", "1"]) == 2 and "did you mean --port" in capsys.readouterr().err
     assert main([str(tmp_path), "--port", "0"]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_the_documentation_lists_every_flag():
+    text = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    missing = [name for name in (*FIELDS, *WITHOUT_EFFECT, *LACKING, *ALIASES) if dashes(name) not in text]
+    assert not missing
+
+
+def dashes(name):
+    return f"`--{name.replace('_', '-')}`"
