@@ -47,6 +47,7 @@ class Program:
                 f"{d}.update(layer_id=layer_id)",
                 f"{d}.setdefault('layer_id', layer_id)",
                 f"{d}.clear()",
+                f"{d} = {e}",
                 f"{d} = {e}.copy()",
                 f"{d} = {{**{e}, 'k': 3}}",
                 f"{d} = {e} | {self.random.choice(NAMES)}",

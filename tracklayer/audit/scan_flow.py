@@ -95,9 +95,10 @@ def tracked_names(nodes: list[ast.AST], roots: set[str]) -> set[str]:
 
 
 class Flow:
-    """Interprets one scope for the dictionaries that `roots` hold. `on_call(call, outcomes_of)` is told every call met, with a reader for its ** arguments.
+    """Interprets one scope (its own `nodes`) for the dictionaries that the names `roots` hold.
 
-    A call is met once a path; the listener unites what it is told.
+    `on_call(call, outcomes_of)` is told every call met, with a reader for its ** arguments; a call is met once a
+    path, so the listener unites what it is told.
     """
 
     def __init__(self, scope: Scope, key: str, nodes: list[ast.AST], roots: set[str], on_call: OnCall) -> None:
