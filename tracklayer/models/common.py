@@ -161,11 +161,11 @@ def shared_mlp(c: Config, count: int | None, width: int) -> MLPSpec | None:
 
 
 def block(
-    attention: AttentionSpec, ffn: MLPSpec | MoESpec, pre_norm: NormSpec, post_norm: NormSpec | None = None, **both: Any
+    mixer: Any, ffn: MLPSpec | MoESpec, pre_norm: NormSpec | None, post_norm: NormSpec | None = None, **both: Any
 ) -> tuple[Sublayer, Sublayer]:
-    """The usual layer: attention, then MLP or MoE; `both` are further fields of the two sublayers."""
+    """The usual layer: a mixer's spec, then MLP or MoE; `both` are further fields of the two sublayers."""
     options = {"pre_norm": pre_norm, "post_norm": post_norm, **both}
-    return Sublayer(name="attn", body=attention, **options), Sublayer(name="ffn", body=ffn, **options)
+    return Sublayer(name="attn", body=mixer, **options), Sublayer(name="ffn", body=ffn, **options)
 
 
 def activation(c: Config) -> Any:
