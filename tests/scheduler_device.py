@@ -116,7 +116,8 @@ class Device:
 
     def launch(self, plan: StepPlan) -> None:
         budget = self.sched.config.max_step_tokens
-        assert plan.shares and plan.num_tokens <= budget and plan.copies.dtype == np.int32
+        prompt_tokens = sum(s.num_tokens for s in plan.shares if s.token_ids is not None)
+        assert plan.shares and prompt_tokens <= budget and plan.copies.dtype == np.int32
         kinds = [share.token_ids is None for share in plan.shares]
         assert kinds == sorted(kinds, reverse=True), "decode shares come first"
         assert len({share.row for share in plan.shares}) == len(plan.shares)

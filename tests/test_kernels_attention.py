@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_cases import DECODE, MIXED, Case, build, error, exact
 
-from tracklayer.kernels.attention import paged_attention, whole_prompts
+from tracklayer.kernels.attention import paged_attention
 
 
 @pytest.mark.parametrize("case", DECODE + MIXED, ids=str)
@@ -49,10 +49,3 @@ def test_refuses_heads_that_do_not_fit():
     with pytest.raises(ValueError, match="query width 16 differs from key width 32"):
         paged_attention(q[..., :16], k, v, **keywords)
 
-
-def test_whole_prompts_need_no_cache():
-    case = Case([16, 16], [16, 16], value_width=32)
-    (q, k, v), keywords = build(case)
-    slots = torch.cat([keywords["slot_table_RC"][row, :16] for row in keywords["rows_B"]]).long()
-    out = whole_prompts(q, k[slots], v[slots], sequences=2, scale=keywords["scale"])
-    assert error(out, exact(q, k, v, **keywords)) < 1e-5

@@ -84,19 +84,18 @@ def test_nothing_to_do_plans_nothing():
     assert sched.abort("nobody", ABORT) is None and sched.finish("nobody", 3, ABORT) is None
 
 
-def test_decodes_come_first_and_count_in_the_budget():
+def test_decodes_come_first_and_take_nothing_from_the_prompts_budget():
     device = Device(scheduler(budget=6))
     device.add(request("a", [1, 2], max_new=9))
     device.step()
     device.add(request("b", range(10, 20), max_new=9))
     device.step()
-    assert shapes(device.plans[1]) == [("a", 2, 1, True), ("b", 0, 5, False)]
-    device.add(request("c", [30, 31], max_new=9))
+    assert shapes(device.plans[1]) == [("a", 2, 1, True), ("b", 0, 6, False)]
+    device.add(request("c", [30, 31, 32], max_new=9))
     device.step()
-    assert shapes(device.plans[2]) == [("a", 3, 1, True), ("b", 5, 5, True)]
+    assert shapes(device.plans[2]) == [("a", 3, 1, True), ("b", 6, 4, True), ("c", 0, 2, False)]
     device.step()
-    assert shapes(device.plans[3]) == [("a", 4, 1, True), ("b", 10, 1, True), ("c", 0, 2, True)]
-    assert not device.plans[2].decode_only
+    assert shapes(device.plans[3]) == [("a", 4, 1, True), ("b", 10, 1, True), ("c", 2, 1, True)]
     device.step()
     assert device.plans[4].decode_only
 
@@ -224,7 +223,7 @@ def test_finish_keeps_what_it_is_told_wherever_the_request_is():
     assert len(running.output_ids) >= 4 and running.in_flight == 1
     device.finish("running", 2, FinishReason("stop", matched="end"))
     assert len(running.output_ids) == 2 and len(device.done["running"].slots) == 3
-    assert len(device.done["middle"].slots) == 7 and len(device.done["waiting"].slots) == 0
+    assert len(device.done["middle"].slots) == 8 and len(device.done["waiting"].slots) == 0
     assert [seq.state for seq in (running, middle, waiting)] == [SequenceState.FINISHED] * 3
     device.sched.check_integrity()
     assert device.sched.num_used_slots == 0 and device.sched.has_work, "a step is still in flight"

@@ -43,13 +43,18 @@ def test_attention_large(case):
     assert error(paged_attention(*tensors, **keywords), want.double().cpu().numpy()) < 1e-2
 
 
-def test_whole_prompts_and_decodes_apart():
-    """The library's path for equal whole prompts, and decodes served apart, agree with the paged reference."""
-    case = Case([1024] * 3, [1024] * 3, 32, 4, 128, 128)
+def test_fresh_prompts_and_decodes_apart():
+    """Sequences that begin in the step are read from it, decodes served apart: all agree with the paged reference."""
+    case = Case([1, 700, 1024, 40], [90, 700, 1024, 2000], 32, 4, 128, 128)
     (q, k, v), keywords = build(case, torch.bfloat16, "cuda")
-    slots = torch.cat([keywords["slot_table_RC"][row, :1024] for row in keywords["rows_B"]]).long()
     want = paged_attention_ref(q.float(), k.float(), v.float(), **keywords).double().cpu().numpy()
-    assert error(paged_attention(q, k, v, step_kv=(k[slots], v[slots]), **keywords), want) < 1e-2
+    tables = [keywords["slot_table_RC"][row].long() for row in keywords["rows_B"]]
+    slots = torch.cat([t[n - c : n] for t, n, c in zip(tables, case.lens, case.counts, strict=True)])
+    fresh = tuple(
+        torch.tensor(lens, dtype=torch.int32, device="cuda") for lens in ([90, -1, -1, 2000], [-1, 700, 1024, -1])
+    )
+    out = paged_attention(q, k, v, num_decodes=1, step_kv=(k[slots], v[slots]), fresh=fresh, **keywords)
+    assert error(out, want) < 1e-2
     tensors, keywords = build(Case([1] * 9 + [300, 1], [77] * 9 + [400, 5], 32, 4, 128, 128), torch.bfloat16, "cuda")
     want = paged_attention_ref(*(x.float() for x in tensors), **keywords).double().cpu().numpy()
     assert error(paged_attention(*tensors, num_decodes=9, **keywords), want) < 1e-2

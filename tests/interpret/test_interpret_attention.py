@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
+import numpy as np
 import pytest
+import torch
 from attention_cases import DECODE, MIXED, Case, build, error, exact
 
-from tracklayer.kernels.attention import launch_paged_attention
+from tracklayer.kernels.attention import launch_paged_attention, paged_attention
 from tracklayer.kernels.attention_decode import paged_decode
 from tracklayer.kernels.attention_prefill import paged_prefill
 
@@ -58,3 +63,29 @@ def test_decodes_beside_a_prompt():
     tensors, keywords = build(Case([1, 1, 1, 21, 1], [40, 3, 17, 30, 9]))
     out = launch_paged_attention(*tensors, num_decodes=3, **without(keywords, "max_query"))
     assert error(out, exact(*tensors, **keywords)) < BOUND
+
+
+def test_sequences_that_begin_are_read_from_the_step(monkeypatch):
+    """They need no slot table; those with a past or that decode do: each row is written by one launch."""
+    monkeypatch.setattr("tracklayer.kernels.attention.use_triton", lambda x: True)
+    case = Case([1, 7, 20, 3], [9, 7, 20, 12])
+    (q, k, v), keywords = build(case)
+    want = exact(q, k, v, **keywords)
+    step_kv = tuple(step_rows(x, keywords) for x in (k, v))
+    begins = np.array([False, True, True, False])
+    lens = np.array(case.lens, np.int32)
+    fresh = tuple(torch.from_numpy(np.where(mask, -1, lens).astype(np.int32)) for mask in (begins, ~begins))
+    slots = [keywords["slot_table_RC"][keywords["rows_B"][b], : case.lens[b]].long() for b in (1, 2)]
+    k[torch.cat(slots)] = v[torch.cat(slots)] = math.nan  # what begins here must not come from the cache
+    out = paged_attention(q, k, v, num_decodes=1, step_kv=step_kv, fresh=fresh, **keywords)
+    assert error(out, want) < BOUND
+
+
+def step_rows(cache, keywords):
+    """The step's own keys or values, out of the cache, in token order."""
+    starts, lens = keywords["starts_B1"].tolist(), keywords["lens_B"].tolist()
+    rows = []
+    for b, (begin, end) in enumerate(pairwise(starts)):
+        table = keywords["slot_table_RC"][keywords["rows_B"][b]].long()
+        rows.append(cache[table[lens[b] - (end - begin) : lens[b]]])
+    return torch.cat(rows)

@@ -11,35 +11,19 @@ The rule, for query head n of the token at position p, over the cached positions
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracklayer.kernels.attention_decode import paged_decode
 from tracklayer.kernels.attention_prefill import paged_prefill
 from tracklayer.kernels.dispatch import use_triton
 
 NEG_INF = float("-inf")
-# cuDNN is faster for long whole prompts, but plans anew for each shape: it sees their beginnings, in few lengths.
-WHOLE_LEAST, WHOLE_STEP = 1024, 512
-
-
-@dataclass(frozen=True, slots=True)
-class WholePrompts:
-    """Beginnings of prompts that have nothing in the cache, in groups (first token of the step, prompts, tokens each).
-
-    rows_B, starts_B1, lens_B int32: the step's sequences, cut so that each beginning is one of its own, with lens -1.
-    """
-
-    groups: tuple[tuple[int, int, int], ...]
-    rows_B: Tensor
-    starts_B1: Tensor
-    lens_B: Tensor
+FRESH_LEAST = 256  # tokens of a step that begin sequences, from which reading them without the slot table pays
 
 
 def paged_attention(
@@ -60,7 +44,7 @@ def paged_attention(
     chunk: int | None = None,
     num_decodes: int = 0,
     step_kv: tuple[Tensor, Tensor] | None = None,
-    whole: WholePrompts | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend; the step's own keys and values are in the caches already. Returns [T, N, E] in q's dtype.
 
@@ -68,8 +52,8 @@ def paged_attention(
     the cache, position p lies at slot slot_table_RC[rows_B[b], p]. Index tensors int32; max_query and max_len are
     host ints, upper bounds of the query tokens and of lens (max_query == 1: exactly one token a sequence, T == B).
     num_decodes: that many first sequences have one token each (the decode kernel serves them apart from the others).
-    step_kv, whole: this step's own (k [T, H, D], v [T, H, E]) and which of its tokens begin whole prompts: where the
-    rule is plain, a library that knows no pages attends to those.
+    step_kv, fresh: this step's own (k [T, H, D], v [T, H, E]), and lens_B twice, int32: with -1 for sequences that
+    begin in this step, and with -1 for the others. Those that begin are then read from step_kv, without the slot table.
     A sequence with lens 0 (padding) gets zeros. Tokens outside every sequence are not written.
     Raises ValueError when the head counts or widths do not fit together.
     """
@@ -78,19 +62,15 @@ def paged_attention(
     where = dict(slot_table_RC=slot_table_RC, rows_B=rows_B, starts_B1=starts_B1, lens_B=lens_B)
     if not use_triton(q_TND):
         return paged_attention_ref(q_TND, k_SHD, v_SHE, max_query=max_query, max_len=max_len, **where, **rule)
-    plain = window is None and chunk is None and softcap is None and sinks_N is None
-    if whole is not None and step_kv is not None and plain and _for_library(q_TND, v_SHE):
-        where |= dict(rows_B=whole.rows_B, starts_B1=whole.starts_B1, lens_B=whole.lens_B)
-        if whole.groups[0][1] * whole.groups[0][2] == len(q_TND):
-            return whole_prompts(q_TND, *step_kv, sequences=whole.groups[0][1], scale=scale)
-        out_TNE = launch_paged_attention(q_TND, k_SHD, v_SHE, num_decodes=num_decodes, max_len=max_len, **where, **rule)
-        for first, count, length in whole.groups:
-            at = slice(first, first + count * length)
-            prompts = (x[at] for x in (q_TND, *step_kv))
-            out_TNE[at] = whole_prompts(*prompts, sequences=count, scale=scale)
-        return out_TNE
     num_decodes = len(lens_B) if max_query == 1 else num_decodes
-    return launch_paged_attention(q_TND, k_SHD, v_SHE, num_decodes=num_decodes, max_len=max_len, **where, **rule)
+    out_TNE = None
+    if fresh is not None and step_kv is not None:
+        options = dict(slot_table_RC=None, rows_B=None, starts_B1=starts_B1, lens_B=fresh[1], **rule)
+        out_TNE = paged_prefill(q_TND, *step_kv, **options)
+        where["lens_B"] = fresh[0]
+    return launch_paged_attention(
+        q_TND, k_SHD, v_SHE, num_decodes=num_decodes, max_len=max_len, out_TNE=out_TNE, **where, **rule
+    )
 
 
 def launch_paged_attention(
@@ -104,10 +84,14 @@ def launch_paged_attention(
     lens_B: Tensor,
     num_decodes: int,
     max_len: int,
+    out_TNE: Tensor | None = None,
     **rule: Any,
 ) -> Tensor:
-    """Triton launches of `paged_attention`: the first num_decodes sequences, then the others, into one result."""
-    out_TNE = q_TND.new_empty(*q_TND.shape[:2], v_SHE.shape[2])
+    """Triton launches of `paged_attention`: the first num_decodes sequences, then the others, into one result.
+
+    Rows of sequences with lens -1 (in `out_TNE` already) are left alone; decoding ones never have it.
+    """
+    out_TNE = q_TND.new_empty(*q_TND.shape[:2], v_SHE.shape[2]) if out_TNE is None else out_TNE
     n = num_decodes
     if n:
         paged_decode(
@@ -120,20 +104,6 @@ def launch_paged_attention(
             lens_B=lens_B[n:], out_TNE=out_TNE, **rule,
         )  # fmt: skip
     return out_TNE
-
-
-def _for_library(q_TND: Tensor, v_SHE: Tensor) -> bool:
-    """Whether torch's library kernels take these widths and this type, and are faster."""
-    return q_TND.element_size() == 2 and q_TND.shape[2] == v_SHE.shape[2] <= 128
-
-
-def whole_prompts(q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, *, sequences: int, scale: float) -> Tensor:
-    """Causal attention of whole prompts of one length by torch's library kernels, cuDNN first."""
-    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q_TND, k_THD, v_THE))
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _check(q_TND: Tensor, k_SHD: Tensor, v_SHE: Tensor) -> None:

@@ -165,8 +165,9 @@ def paged_prefill(
     stages: int = 3,
     out_TNE: Tensor | None = None,
 ) -> Tensor:
-    """Launch: arguments as in `paged_attention`; rows of a sequence with lens -1 are left alone. block_m .. stages steer the schedule. Returns [T, N, E].
+    """Launch: arguments as in `paged_attention`; block_m .. stages steer the schedule. Returns [T, N, E].
 
+    Rows of a sequence with lens -1 are left alone.
     slot_table_RC None: nothing is cached, k and v are the step's own [T, H, D], [T, H, E].
     """
     tokens, heads, width = q_TND.shape

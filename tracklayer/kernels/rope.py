@@ -332,10 +332,10 @@ def _qk_rope_store_kernel(
         slot = tl.load(slots_ptr + t).to(tl.int64)
         heads = (part - Q_BLOCKS - K_BLOCKS) * HB + tl.arange(0, HB)
         e = tl.arange(0, EP)
-        ok = (heads < H)[:, None] & (e < E)[None, :]
-        v = tl.load(row + N * D + H * D + heads[:, None] * E + e[None, :], mask=ok)
-        cache = v_ptr + slot * v_stride_s + heads[:, None] * v_stride_h + e[None, :]
-        tl.store(cache, v.to(v_ptr.dtype.element_ty), mask=ok)
+        v_ok = (heads < H)[:, None] & (e < E)[None, :]
+        v = tl.load(row + N * D + H * D + heads[:, None] * E + e[None, :], mask=v_ok)
+        v_cache = v_ptr + slot * v_stride_s + heads[:, None] * v_stride_h + e[None, :]
+        tl.store(v_cache, v.to(v_ptr.dtype.element_ty), mask=v_ok)
 
 
 def launch_qk_rope_store(

@@ -88,7 +88,7 @@ class Attention(nn.Module):
             chunk=spec.chunk,
             num_decodes=batch.num_decodes,
             step_kv=tuple(x.unflatten(1, (spec.num_kv_heads, -1)) for x in (k_TX, v_TX)),
-            whole=batch.whole,
+            fresh=batch.fresh,
         )
         if spec.v_scale != 1.0:  # attention is linear in the values
             out_TNE = out_TNE * spec.v_scale

@@ -21,6 +21,8 @@ from tracklayer.runner.batch import build
 from tracklayer.runner.graphs import DecodeGraphs, ladder
 from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.load import LoadedModel
+from tracklayer.runner.mixed_graphs import MixedGraphs
+from tracklayer.runner.mixed_graphs import ladder as mixed_ladder
 from tracklayer.runner.rows import Rows
 from tracklayer.runner.sampling import Sampled, Sampler, given_logprobs
 from tracklayer.types import EngineRequest, SamplingParams, Share, StepPlan, StepResult, TokenLogprobs
@@ -61,11 +63,17 @@ class Runner:
         self.rows = Rows(max_rows, model.context_length, model.device)
         self.sampler = Sampler(self.rows, model.device)
         self.graphs: DecodeGraphs | None = None
+        self.mixed: MixedGraphs | None = None
 
     @torch.inference_mode()
-    def capture_graphs(self, largest: int) -> None:
+    def capture_graphs(self, largest: int, max_prompt_tokens: int) -> None:
+        """Capture decode steps of up to `largest` sequences, and small steps with prompts (no recurrent state)."""
         self.graphs = DecodeGraphs(self.decoder, self.rows, self.caches, ladder(largest), self.device)
         self.graphs.capture()
+        if not self.caches.states:
+            sizes = mixed_ladder(largest, max_prompt_tokens)
+            self.mixed = MixedGraphs(self.decoder, self.rows, self.caches, sizes, self.device)
+            self.mixed.capture()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -81,6 +89,9 @@ class Runner:
         if self.graphs is not None and size is not None:
             self._enter_known_tokens(plan.shares)
             logits_NV, rows_N = self.graphs.run(plan.shares, size)
+        elif self.mixed is not None and shares and (mixed_size := self.mixed.size_for(plan)):
+            hidden_ND, rows_N = self.mixed.run(plan, mixed_size)
+            logits_NV = self.decoder.logits(hidden_ND)
         else:
             batch, sampled_N, rows_N = build(plan, self.rows, self.caches, self.device)
             hidden_TD = self._forward(batch)

@@ -19,6 +19,7 @@ from tracklayer.errors import SelfTestError
 from tracklayer.kernels.dispatch import reference_kernels
 from tracklayer.routes.record import fill_value
 from tracklayer.runner.kv_cache import Caches
+from tracklayer.runner.mixed_graphs import MAX_PROMPTS
 from tracklayer.runner.runner import Array, Runner
 from tracklayer.types import EngineRequest, SamplingParams, Share, StepPlan
 
@@ -76,49 +77,63 @@ def self_test(runner: Runner, page_size: int) -> None:
     probe = Probe(tokens_BT, page_size)
     reference_BTLK = _reference(runner, probe)
     for mode, sequences, positions in _modes(runner, probe):
-        slots = np.concatenate([probe.slots(b)[positions] for b in range(sequences)])
+        slots = np.concatenate([probe.slots(b)[positions] for b in sequences])
         rows_TLK = pool.tensor_SLK[torch.from_numpy(slots).long().to(runner.device)].cpu().numpy()
-        expected_TLK = reference_BTLK[:sequences, positions].reshape(rows_TLK.shape)
+        expected_TLK = reference_BTLK[sequences.start : sequences.stop, positions].reshape(rows_TLK.shape)
         _compare(mode, rows_TLK, expected_TLK, pool.shape.layer_ids, AGREEMENT[runner.model.dtype])
     log.info("route self-test passed in %.1f s", time.perf_counter() - began)
 
 
-def _modes(runner: Runner, probe: Probe) -> Iterator[tuple[str, int, slice]]:
-    """Run each mode in turn; yields its name, how many sequences and which positions it has just written."""
+def _modes(runner: Runner, probe: Probe) -> Iterator[tuple[str, range, slice]]:
+    """Run each mode in turn; yields its name, and which sequences and positions it has just written."""
     count, last = len(probe.tokens_BT), PROMPT_TOKENS
-    few = min(count, 4)
-    everything = slice(0, last + 1)
-    _run(runner, probe, [probe.share(b, 0, last + 1) for b in range(few)])
-    yield "prefill", few, everything
-    _run(runner, probe, [probe.share(b, 0, 3) for b in range(count)])
-    _run(runner, probe, [probe.share(b, 3, last) for b in range(count)])
-    yield "chunked prefill", count, slice(0, last)
+    everyone, few = range(count), range(min(count, 4))
+    whole, prompt, newest = slice(0, last + 1), slice(0, last), slice(last, last + 1)
+    graphs, mixed, runner.graphs, runner.mixed = runner.graphs, runner.mixed, None, None
+    _run(runner, probe, [probe.share(b, 0, last + 1) for b in few])
+    yield "prefill", few, whole
+    _run(runner, probe, [probe.share(b, 0, 3) for b in everyone])
+    _run(runner, probe, [probe.share(b, 3, last) for b in everyone])
+    yield "chunked prefill", everyone, prompt
     kept = [(state, state[:count].clone()) for states in runner.caches.states for state in states]
-    graphs, runner.graphs = runner.graphs, None
-    _decode(runner, probe, few, kept)
-    yield "eager decode", few, slice(last, last + 1)
+    _run(runner, probe, _decodes(runner, probe, few, kept))
+    yield "eager decode", few, newest
     runner.graphs = graphs
     for size in graphs.sizes if graphs else ():
         if size <= count:
-            _decode(runner, probe, size, kept)
-            yield f"CUDA graph of {size}", size, slice(last, last + 1)
+            _run(runner, probe, _decodes(runner, probe, range(size), kept))
+            yield f"CUDA graph of {size}", range(size), newest
+    runner.graphs, runner.mixed = None, mixed
+    for size in mixed.sizes if mixed else ():
+        mixed_sizes, mixed.sizes = mixed.sizes, [size]
+        decoding = range(min(size[0], -(-count // 2)))
+        prompts = range(len(decoding), min(count, len(decoding) + min(size[1] // (last + 1), MAX_PROMPTS)))
+        decodes = _decodes(runner, probe, decoding, kept) if decoding else []
+        _run(runner, probe, [*decodes, *(probe.share(b, 0, last + 1) for b in prompts)])
+        mixed.sizes = mixed_sizes
+        for sequences, positions in ((decoding, newest), (prompts, whole)):
+            if sequences:
+                yield f"CUDA graph of {size[0]} decodes and {size[1]} prompt tokens", sequences, positions
+    runner.graphs = graphs
 
 
 def _run(runner: Runner, probe: Probe, shares: list[Share]) -> None:
     runner.launch(probe.plan(shares)).wait()
 
 
-def _decode(runner: Runner, probe: Probe, count: int, kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Feed the last token of `count` sequences as if it had been sampled, from the recurrent states in `kept`."""
+def _decodes(
+    runner: Runner, probe: Probe, sequences: range, kept: list[tuple[torch.Tensor, torch.Tensor]]
+) -> list[Share]:
+    """Shares that feed the last token as if it had been sampled, from the states in `kept`; their rows unwritten."""
     for state, before in kept:
         state[: len(before)] = before
-    pool = runner.caches.pool
-    assert pool is not None
+    pool, count = runner.caches.pool, len(sequences)
+    assert pool is not None and sequences.start == 0
     last = torch.from_numpy(probe.tokens_BT[:count, -1].astype(np.int32)).to(runner.device)
     runner.rows.last_token_R[:count] = last
-    slots = torch.from_numpy(np.array([probe.slots(b)[-1] for b in range(count)])).to(runner.device)
+    slots = torch.from_numpy(np.array([probe.slots(b)[-1] for b in sequences])).to(runner.device)
     pool.fill(slots)
-    _run(runner, probe, [probe.share(b, PROMPT_TOKENS, PROMPT_TOKENS + 1, sampled=True) for b in range(count)])
+    return [probe.share(b, PROMPT_TOKENS, PROMPT_TOKENS + 1, sampled=True) for b in sequences]
 
 
 def _reference(runner: Runner, probe: Probe) -> Array:

@@ -224,7 +224,6 @@ class Scheduler:
             seq.in_flight += 1
             seq.to_sample -= 1
             seq.last_step = draft.step
-        draft.budget -= len(draft.shares)
 
     def _plan_prefills(self, draft: Draft) -> None:
         """The next chunk of each sequence that is inside its prefill, as far as budget and pages go."""
