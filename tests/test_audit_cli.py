@@ -212,6 +212,8 @@ def test_bad_input_is_explained(checkpoint, requests, tmp_path, capsys) -> None:
     (tmp_path / "t.json").write_text("[[1, 2], [3]]")
     status, _, err = run(capsys, "--model", checkpoint, "--routes", good, "--tokens", tmp_path / "t.json")
     assert status == 2 and "2 token sequences for 1 requests" in err
+    status, _, err = run(capsys, "--model", checkpoint, "--routes", good, "--html", tmp_path / "no" / "a.html")
+    assert status == 2 and "can not be written" in err
     status, _, err = run(capsys, "--model", checkpoint, "--routes", good, "--tie-sigmas", "0")
     assert status == 2 and "--tie-sigmas" in err
 

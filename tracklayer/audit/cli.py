@@ -50,13 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.tie_sigmas <= 0:
             raise UserError(f"--tie-sigmas must be positive, got {args.tie_sigmas}")
         reports = audit_files(args)
+        if args.html:
+            write_page(args.html, reports)
     except TracklayerError as error:
         print(f"tracklayer audit: {error}", file=sys.stderr)
         return 2
-    if args.html:
-        from tracklayer.audit.html import page
-
-        Path(args.html).write_text(page(reports))
     if args.json:
         print(json.dumps(as_json(reports), indent=2))
     else:
@@ -64,6 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print_table(reports, Console())
     return status(reports)
+
+
+def write_page(path: str, reports: Sequence[Report]) -> None:
+    from tracklayer.audit.html import page
+
+    try:
+        Path(path).write_text(page(reports))
+    except OSError as error:
+        raise UserError(f"the page can not be written to {path}: {error}") from error
 
 
 def load_model(path: str, dtype: str, device: str) -> Any:
