@@ -112,7 +112,8 @@ class Intake:
             raise UserError("Either text, input_ids or input_embeds should be provided.")
         if texts is not None and self.tokenizer is None:
             raise UserError("text needs a tokenizer, which --skip-tokenizer-init left out: send input_ids")
-        prompts: Many = (texts if texts is not None else ids) if call.batched else [texts if texts is not None else ids]
+        given_prompts: Any = texts if texts is not None else ids
+        prompts: Many = given_prompts if call.batched else [given_prompts]
         count = len(prompts)
         if count == 0:
             raise UserError("the batch is empty: give at least one prompt")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracklayer.server.config import ServerConfig
@@ -33,6 +33,7 @@ class Gate:
         path: str = scope["path"]
         refusal = None if path == "/" or path.startswith(OPEN) else self._refusal(scope, path)
         service = getattr(scope["app"].state, "service", None)
+        response: Response
         if refusal is not None:
             response = refusal
         elif service is None and path != "/":

@@ -89,7 +89,8 @@ async def _events(
     service: Service, call: GenerateCall, source: Opened[Sample], form: str
 ) -> AsyncGenerator[bytes, None]:
     """One event for each piece of news: everything so far, or with --incremental-streaming-output what is new."""
-    incremental, shown = service.config.incremental_streaming_output, {}
+    incremental = service.config.incremental_streaming_output
+    shown: dict[int, Shown] = {}
     async for sample in source:
         part = shown.setdefault(sample.index, Shown()) if incremental else None
         chunk = to_wire(service, _reply(service, sample, call, part), form)

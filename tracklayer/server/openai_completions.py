@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tracklayer.engine.intake import GenerateCall
 from tracklayer.engine.reply import Shown
-from tracklayer.engine.sample import Sample
+from tracklayer.engine.sample import Sample, Triple
 from tracklayer.errors import UserError
 from tracklayer.server import openai
 from tracklayer.server.docs import body_of
@@ -37,7 +37,8 @@ def to_call(body: CompletionBody, request: Request, service: Service) -> Generat
         fields["logprob_start_len"] = 0 if body.echo else -1
     prompt = body.prompt
     tokens = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], str))
-    return GenerateCall(**{"input_ids" if tokens else "text": prompt}, sampling_params=params, **fields)
+    fields["input_ids" if tokens else "text"] = prompt
+    return GenerateCall(sampling_params=params, **fields)
 
 
 @router.post("/v1/completions", openapi_extra=body_of(CompletionBody), tags=["openai"])
@@ -64,7 +65,8 @@ def _choice(service: Service, sample: Sample, body: CompletionBody, shown: Shown
     """A choice with what is new since `shown`, which moves on; echo and prompt ids come with the first part."""
     text, count, begins = sample.text or "", len(sample.output_ids), shown.tokens == 0 and shown.characters == 0
     part, start = text[shown.characters :], shown.tokens
-    chosen, top = sample.output_logprobs[start:], sample.output_top[start:]
+    chosen = sample.output_logprobs[start:]
+    top: list[list[Triple] | None] = [*sample.output_top[start:]]
     if body.echo and begins:
         part = _prompt_text(service, sample) + part
         chosen, top = [*sample.input_logprobs, *chosen], [*sample.input_top, *top]
