@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tracklayer.kernels.expert_tiles import activate_tile, activation_constants
 from tracklayer.kernels.experts import ExpertSpec
-from tracklayer.kernels.jit import await_previous, has_pdl, release_after_previous
+from tracklayer.kernels.jit import await_previous, has_pdl
 from tracklayer.kernels.topk import Routing
 
 
@@ -27,7 +27,7 @@ def _gate_up_kernel(
 ):  # fmt: skip
     pair = tl.program_id(1)
     row_N = tl.program_id(0) * N + tl.arange(0, N)
-    release_after_previous(PDL)
+    await_previous(PDL)
     expert = tl.load(ids_ptr + pair)
     if (expert < 0) | (expert >= E):
         return
@@ -58,6 +58,23 @@ def _gate_up_kernel(
 
 
 @triton.jit
+def _weighed_step(
+    step, token, row_N, ok_N, h_ptr, ids_ptr, weights_ptr, w_ptr, D: tl.constexpr, F: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, B: tl.constexpr, STEPS: tl.constexpr, WEIGH: tl.constexpr,
+):  # fmt: skip
+    """weight * w2[expert] * h over the columns of one step: step // STEPS is the pair's k. float32 [N, B]."""
+    pair = token * K + step // STEPS
+    f = (step % STEPS) * B + tl.arange(0, B)
+    expert = tl.load(ids_ptr + pair)
+    known = (expert >= 0) & (expert < E)
+    weight = tl.load(weights_ptr + pair) if WEIGH else 1.0
+    w_at = w_ptr + tl.where(known, expert, 0).to(tl.int64) * (D * F) + row_N[:, None] * F + f[None, :]
+    w_NB = tl.load(w_at, mask=ok_N[:, None] & (f < F)[None, :] & known, other=0.0).to(tl.float32)
+    h_1B = tl.load(h_ptr + pair * F + f, mask=(f < F) & known, other=0.0).to(tl.float32)[None, :]
+    return w_NB * (h_1B * weight)
+
+
+@triton.jit
 def _down_kernel(
     h_ptr, ids_ptr, weights_ptr, w_ptr, bias_ptr, x_ptr, add_ptr, y_ptr, x_stride, add_stride, scale,
     D: tl.constexpr, F: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, B: tl.constexpr,
@@ -67,27 +84,19 @@ def _down_kernel(
     row_N = tl.program_id(0) * N + tl.arange(0, N)
     ok_N = row_N < D
     STEPS: tl.constexpr = (F + B - 1) // B
-    # `_gate_up_kernel` lets this one start only after the router has ended: ids may be read, past a stale L1, and the
-    # first weights asked for, while it still runs.
-    first = tl.load(ids_ptr + token * K, cache_modifier=".cg")
-    first_known = (first >= 0) & (first < E)
-    f = tl.arange(0, B)
-    w_at = w_ptr + tl.where(first_known, first, 0).to(tl.int64) * (D * F) + row_N[:, None] * F + f[None, :]
-    w_NB = tl.load(w_at, mask=ok_N[:, None] & (f < F)[None, :] & first_known, other=0.0).to(tl.float32)
     await_previous(PDL)
-    h_1B = tl.load(h_ptr + token * K * F + f, mask=(f < F) & first_known, other=0.0).to(tl.float32)[None, :]
-    acc_NB = w_NB * (h_1B * (tl.load(weights_ptr + token * K) if WEIGH else 1.0))
+    acc_NB = tl.zeros([N, B], tl.float32)
     plain_N = tl.zeros([N], tl.float32)
-    for step in tl.range(1, K * STEPS, num_stages=STAGES):
-        pair = token * K + step // STEPS
-        f = (step % STEPS) * B + tl.arange(0, B)
-        expert = tl.load(ids_ptr + pair)
-        known = (expert >= 0) & (expert < E)
-        weight = tl.load(weights_ptr + pair) if WEIGH else 1.0
-        h_1B = tl.load(h_ptr + pair * F + f, mask=(f < F) & known, other=0.0).to(tl.float32)[None, :]
-        w_at = w_ptr + tl.where(known, expert, 0).to(tl.int64) * (D * F) + row_N[:, None] * F + f[None, :]
-        w_NB = tl.load(w_at, mask=ok_N[:, None] & (f < F)[None, :] & known, other=0.0).to(tl.float32)
-        acc_NB += w_NB * (h_1B * weight)
+    if STAGES == 0:  # all steps unrolled: every weight of the program is asked for at once
+        for step in tl.static_range(K * STEPS):
+            acc_NB += _weighed_step(
+                step, token, row_N, ok_N, h_ptr, ids_ptr, weights_ptr, w_ptr, D, F, E, K, B, STEPS, WEIGH
+            )
+    else:
+        for step in tl.range(0, K * STEPS, num_stages=STAGES):
+            acc_NB += _weighed_step(
+                step, token, row_N, ok_N, h_ptr, ids_ptr, weights_ptr, w_ptr, D, F, E, K, B, STEPS, WEIGH
+            )
     for k in tl.static_range(K if ZERO or bias_ptr is not None else 0):
         expert = tl.load(ids_ptr + token * K + k)
         weight = tl.load(weights_ptr + token * K + k) if WEIGH else 1.0

@@ -34,15 +34,6 @@ def await_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-@jit
-def release_after_previous(PDL: tl.constexpr):
-    """As `await_previous`, but the next kernel starts only when all before this one have ended: what they wrote may
-    be read by it at once."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
 LOG2E = 1.4426950408889634
 
 
