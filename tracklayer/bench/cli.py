@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from tracklayer.bench import online
+from tracklayer.bench.offline import Measurement, Stopwatch, measure
+from tracklayer.bench.report import environment, line, share_of_floor, table
+from tracklayer.bench.shapes import footprint, write_shape
 from tracklayer.bench.workloads import WORKLOADS, Workload
+from tracklayer.config import EngineConfig
+from tracklayer.engine.llm import Engine
+from tracklayer.engine.thread import EngineThread
 from tracklayer.errors import UserError
+from tracklayer.models.spec import ModelSpec
+from tracklayer.runner.load import load_model
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,25 +58,25 @@ def chosen(args: argparse.Namespace) -> list[Workload]:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     workloads = chosen(args)
     command = "tracklayer bench " + " ".join(argv)
-    lines = online.run(args.url, workloads, args, command) if args.url else offline(args, workloads, command)
-    if args.out:
-        with Path(args.out).open("a") as file:
-            file.writelines(text + "\n" for text in lines)
+
+    def emit(text: str) -> None:
+        print(text, flush=True)
+        if args.out:
+            with Path(args.out).open("a") as file:
+                file.write(text + "\n")
+
+    if args.url:
+        online.run(args.url, workloads, args, command, emit)
+    else:
+        offline(args, workloads, command, emit)
     return 0
 
 
-def offline(args: argparse.Namespace, workloads: list[Workload], command: str) -> list[str]:
-    """Build one engine per recording mode over the same weights, measure, print; returns the JSON lines."""
-    from tracklayer.bench.offline import Stopwatch, measure
-    from tracklayer.bench.report import environment, line, share_of_floor, table
-    from tracklayer.bench.shapes import footprint, write_shape
-    from tracklayer.config import EngineConfig
-    from tracklayer.engine.llm import Engine
-    from tracklayer.engine.thread import EngineThread
-    from tracklayer.runner.load import load_model
-
+def start(args: argparse.Namespace, workloads: list[Workload]) -> tuple[dict[bool, Stopwatch], ModelSpec, float]:
+    """An engine per recording mode over the same weights; the model's spec, and the seconds until they were ready."""
     modes = {"on": (True,), "off": (False,), "pairs": (True, False)}[args.recording]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -89,43 +98,41 @@ def offline(args: argparse.Namespace, workloads: list[Workload], command: str) -
         for recording in modes:
             one = replace(config, enable_return_routed_experts=recording)
             watches[recording] = Stopwatch(EngineThread(one, model=model))
-    start_seconds = time.perf_counter() - began
+    return watches, model.spec, time.perf_counter() - began
+
+
+def offline(args: argparse.Namespace, workloads: list[Workload], command: str, emit: Callable[[str], None]) -> None:
+    """Measure each workload on each engine, alternating; the best run of each is a JSON line as soon as it is known."""
+    watches, spec, start_seconds = start(args, workloads)
     engines = {recording: Engine.over(watch, None) for recording, watch in watches.items()}
-    env, feet = environment(), footprint(model.spec)
-    lines, shown = [], []
+    env, feet = environment(), footprint(spec)
+    common = {"shape": args.model or args.shape, "start_seconds": round(start_seconds, 1), "command": command, **env}
+    modes, shown = tuple(engines), []
     for workload in workloads:
-        runs: dict[bool, list] = {recording: [] for recording in modes}
+        runs: dict[bool, list[Measurement]] = {recording: [] for recording in modes}
         for repeat in range(-1, args.repeats):
             for recording in modes if repeat % 2 else modes[::-1]:
-                m = measure(
-                    engines[recording], watches[recording], workload, args.seed + 1 + repeat, recording=recording
-                )
+                seed = args.seed + 1 + repeat
+                m = measure(engines[recording], watches[recording], workload, seed, recording=recording)
                 if repeat >= 0:
                     runs[recording].append(m)
-        for recording, measured in runs.items():
+        pairs = zip(runs[True], runs[False], strict=True) if len(modes) > 1 else ()
+        ratios = [on.value(workload.metric) / off.value(workload.metric) for on, off in pairs]
+        for measured in runs.values():
             best = max(measured, key=lambda m: m.value(workload.metric))
             best.extra = share_of_floor(best, workload, feet, env["device"])
-            every = [round(m.value(workload.metric), 1) for m in measured]
+            best.extra[f"all_{workload.metric}"] = [round(m.value(workload.metric), 1) for m in measured]
+            if len(modes) > 1:
+                best.extra["recording_on_over_off"] = [round(r, 4) for r in ratios]
+                best.extra["recording_on_over_off_median"] = round(statistics.median(ratios), 4)
             shown.append(best)
-            more = {"shape": args.model or args.shape, "start_seconds": round(start_seconds, 1)}
-            lines.append(line(best, workload, **{f"all_{workload.metric}": every}, **more, command=command, **env))
-        if len(modes) > 1:
-            ratios = [
-                on.value(workload.metric) / off.value(workload.metric)
-                for on, off in zip(runs[True], runs[False], strict=True)
-            ]
-            print(
-                f"{workload.name}: recording on / off, median of {len(ratios)} pairs: {statistics.median(ratios):.4f}"
-            )
+            emit(line(best, workload, **common))
     table(shown)
-    for text in lines:
-        print(text)
-    sys.stdout.flush()
     for engine in engines.values():
         engine.shutdown()
-    return lines
 
 
 def cache_tokens(workloads: list[Workload]) -> int:
-    """KV slots that the largest workload needs: two engines share one GPU."""
-    return max(w.num_requests * (w.input_tokens + w.output_tokens) for w in workloads) + 1024
+    """KV slots that the largest workload needs when copies of a prompt share it: two engines share one GPU."""
+    needs = (w.num_prompts * w.input_tokens + w.num_requests * w.output_tokens for w in workloads)
+    return int(1.1 * max(needs)) + 1024

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -113,9 +114,7 @@ def measure(engine: Engine, watch: Stopwatch, workload: Workload, seed: int, *, 
             assert len(rows) == workload.input_tokens + workload.output_tokens - 1, rows
     first = [arrived[0][0] - watch.submitted[rid] for rid, arrived in watch.arrivals.items()]
     between = [
-        (later[0] - sooner[0]) / later[1]
-        for arrived in watch.arrivals.values()
-        for sooner, later in zip(arrived, arrived[1:], strict=False)
+        (later[0] - sooner[0]) / later[1] for arrived in watch.arrivals.values() for sooner, later in pairwise(arrived)
     ]
     output = sum(info["completion_tokens"] for info in infos)
     return Measurement(

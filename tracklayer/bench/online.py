@@ -6,10 +6,13 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import httpx
 
+from tracklayer.bench.offline import percentiles
 from tracklayer.bench.workloads import Workload
 from tracklayer.errors import UserError
 
@@ -44,10 +47,8 @@ async def measure(url: str, workload: Workload, seed: int, recording: bool) -> d
         began = time.perf_counter()
         answers = await asyncio.gather(*(ask(client, prompt, workload, recording) for prompt in prompts))
         seconds = time.perf_counter() - began
-    from tracklayer.bench.offline import percentiles
-
     output = sum(a["last"]["meta_info"]["completion_tokens"] for a in answers)
-    gaps = [b - a for answer in answers for a, b in zip(answer["times"], answer["times"][1:], strict=False)]
+    gaps = [b - a for answer in answers for a, b in pairwise(answer["times"])]
     return {
         "workload": workload.name,
         "engine": url,
@@ -63,14 +64,13 @@ async def measure(url: str, workload: Workload, seed: int, recording: bool) -> d
     }
 
 
-def run(url: str, workloads: list[Workload], args: argparse.Namespace, command: str) -> list[str]:
-    """Measure each workload `repeats` times after a warm-up; prints and returns the best as JSON lines."""
+def run(
+    url: str, workloads: list[Workload], args: argparse.Namespace, command: str, emit: Callable[[str], None]
+) -> None:
+    """Measure each workload `repeats` times after a warm-up; the best of each is a JSON line."""
     modes = {"on": (True,), "off": (False,), "pairs": (True, False)}[args.recording]
-    lines = []
     for workload in workloads:
         for recording in modes:
             runs = [asyncio.run(measure(url, workload, args.seed + r, recording)) for r in range(args.repeats + 1)][1:]
             best = max(runs, key=lambda m: m[workload.metric])
-            lines.append(json.dumps({**best, "command": command}))
-            print(lines[-1])
-    return lines
+            emit(json.dumps({**best, "command": command}))
