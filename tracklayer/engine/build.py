@@ -44,7 +44,7 @@ def build_engine(config: EngineConfig, model: LoadedModel) -> Built:
     """Size, capture, test. Raises UserError / CheckpointError for what the user must change, SelfTestError."""
     chunk = config.chunked_prefill_size or DEFAULT_CHUNK[model.device.type]
     max_step_tokens = max(model.context_length if chunk == -1 else chunk, config.max_running_requests)
-    caches = _allocate(config, model, max_step_tokens)
+    caches = _allocate(config, model, max_step_tokens + config.max_running_requests)
     num_slots = caches.kv[0][0].shape[0]
     scheduler = Scheduler(
         SchedulerConfig(
@@ -59,7 +59,8 @@ def build_engine(config: EngineConfig, model: LoadedModel) -> Built:
     )
     runner = Runner(model, caches, config.max_running_requests)
     if model.device.type == "cuda" and not config.disable_cuda_graph:
-        runner.capture_graphs(min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests))
+        largest = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
+        runner.capture_graphs(largest, max_step_tokens)
         assert runner.graphs is not None
         log.info(
             "captured %d CUDA graphs in %.1f s, %.2f GiB",
@@ -151,7 +152,7 @@ def eos_token_ids(model_path: str, hf_config: dict[str, Any]) -> tuple[int, ...]
     found: list[int] = []
     file = Path(model_path) / "generation_config.json"
     generation = json.loads(file.read_text()) if file.is_file() else {}
-    for source in (generation, hf_config):
+    for source in (generation, hf_config, hf_config.get("text_config") or {}):
         value = source.get("eos_token_id")
         found += [] if value is None else value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(found))

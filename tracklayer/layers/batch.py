@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tracklayer.kernels.attention import WholePrompts
-
 
 @dataclass(slots=True)
 class Run:
@@ -39,7 +37,7 @@ class Batch:
     slot_table_RC int32  slot of every position of every row
     max_query, max_len   upper bounds of tokens a sequence has in this step / in the cache
     num_decodes          host int: that many first sequences have one token each
-    whole                beginnings of prompts that need no cache, None when there are none
+    fresh                lens_B for sequences that have a past and for those that begin here, -1 elsewhere; or None
     num_tokens_1 int32   [1]: tokens that are not padding; None when none are (only CUDA graphs pad)
     kv                   per attention sublayer: its caches (k_SHD, v_SHD), in model order
     pool_SLK             the route pool's tensor, None when recording is off
@@ -58,7 +56,7 @@ class Batch:
     max_query: int
     max_len: int
     num_decodes: int = 0
-    whole: WholePrompts | None = None
+    fresh: tuple[Tensor, Tensor] | None = None
     num_tokens_1: Tensor | None = None
     kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool_SLK: Tensor | None = None

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tracklayer.kernels.attention import WHOLE_LEAST, WHOLE_STEP, WholePrompts
+from tracklayer.kernels.attention import FRESH_LEAST
 from tracklayer.layers.batch import Batch
 from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.rows import Rows
 from tracklayer.runner.runs import run_arrays, runs_of
-from tracklayer.types import Share, StepPlan
+from tracklayer.types import StepPlan
 
 Array = npt.NDArray[Any]
 ALIGN = 32  # int32 values: kernels specialise on aligned pointers, so every array starts aligned
@@ -33,28 +33,16 @@ def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     return [tensor[offset : offset + len(array)] for array, offset in zip(arrays, offsets, strict=False)]
 
 
-def cut_whole_prompts(
-    shares: Sequence[Share],
-) -> tuple[list[tuple[int, int, int]], tuple[list[int], list[int], list[int]]]:
-    """Where whole prompts begin in a step: groups, and the sequences cut by them (rows, starts, lens).
+def split_fresh(firsts: Array, counts: Array) -> tuple[Array, Array] | None:
+    """Lengths of the sequences twice, int32 [B]: with -1 for those that begin in this step, with -1 for the others.
 
-    See kernels.attention.WholePrompts. Neighbours of one length are a group.
+    None when too few tokens begin sequences; see kernels.attention.
     """
-    groups: list[tuple[int, int, int]] = []
-    rows, starts, lens = [], [0], []
-    for share in shares:
-        at, rest = starts[-1], share.num_tokens
-        whole = rest // WHOLE_STEP * WHOLE_STEP if share.start == 0 and rest >= WHOLE_LEAST else 0
-        if whole:
-            first, count, length = groups[-1] if groups else (0, 0, 0)
-            if length == whole and first + count * length == at:
-                groups[-1] = (first, count + 1, length)
-            else:
-                groups.append((at, 1, whole))
-            rows, starts, lens, rest = [*rows, share.row], [*starts, at + whole], [*lens, -1], rest - whole
-        if rest:
-            rows, starts, lens = [*rows, share.row], [*starts, at + whole + rest], [*lens, share.start + whole + rest]
-    return groups, (rows, starts, lens)
+    begins = (firsts == 0) & (counts > 1)
+    if counts[begins].sum() < FRESH_LEAST:
+        return None
+    lens = (firsts + counts).astype(np.int32)
+    return np.where(begins, -1, lens).astype(np.int32), np.where(begins, lens, -1).astype(np.int32)
 
 
 def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
@@ -72,7 +60,7 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
     prefill = shares[num_decode:]
     row_numbers = np.array([s.row for s in shares], np.int32)
     firsts = np.array([s.start for s in shares], np.int32)
-    groups, cut = cut_whole_prompts(shares) if device.type == "cuda" else ([], ([], [], []))
+    fresh = split_fresh(firsts, counts) or ()
     tensors = upload(
         [
             token_ids,
@@ -83,20 +71,20 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
             firsts + counts,
             np.array([starts[b + 1] - 1 for b, s in enumerate(shares) if s.samples], np.int32),
             np.array([s.row for s in shares if s.samples], np.int32),
-            *(np.array(part, np.int32) for part in cut),
+            *fresh,
             *[s.slots for s in prefill],
             *(run_arrays(counts, starts, row_numbers, firsts) if caches.states else []),
         ],
         device,
     )
     token_ids_T, positions_T, slots_T, rows_B, starts_B1, lens_B, sampled_N, sampled_rows_N = tensors[:8]
-    whole = WholePrompts(tuple(groups), *tensors[8:11]) if groups else None
-    for share, slots in zip(prefill, tensors[11:], strict=False):
+    rest = tensors[8 + len(fresh) :]
+    for share, slots in zip(prefill, rest, strict=False):
         rows.enter_prefill(share, slots)
     if num_decode:
         d = slice(0, num_decode)
         token_ids_T[d] = rows.enter_decode(rows_B[d], positions_T[d], slots_T[d])
-    runs, order_T = runs_of(tensors[11 + len(prefill) :]) if caches.states else ([], None)
+    runs, order_T = runs_of(rest[len(prefill) :]) if caches.states else ([], None)
     batch = Batch(
         token_ids_T=token_ids_T,
         positions_T=positions_T,
@@ -108,7 +96,7 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
         max_query=int(counts.max()),
         max_len=max(s.start + s.num_tokens for s in shares),
         num_decodes=num_decode,
-        whole=whole,
+        fresh=(tensors[8], tensors[9]) if fresh else None,
         kv=caches.kv,
         pool_SLK=caches.pool.tensor_SLK if caches.pool else None,
         states=caches.states,
