@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from parity import Reference, check_variant, generate, tiny_engine
+from parity_gpu import check_on
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -73,6 +74,13 @@ def test_the_comparison_sees_a_wrong_router(tmp_path):
         patch.setattr(tiny, "save", spoiled)
         modes, _ = check_variant("qwen3_moe", tmp_path)
     assert all("layer 2" in mode.wrong[0] and mode.error > 1e-3 for mode in modes.values())
+
+
+def test_the_device_comparison_sees_a_wrong_model(tmp_path):
+    """The harness of the GPU tests, with a CPU in the GPU's place: equal to itself, unequal with another epsilon."""
+    assert check_on("mixtral", tmp_path / "same", "float32", {})[0].ok
+    other = {"json_model_override_args": '{"rms_norm_eps": 0.02}'}
+    assert not check_on("mixtral", tmp_path / "other", "float32", other)[0].ok
 
 
 def read(folder):
