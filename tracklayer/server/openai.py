@@ -87,10 +87,7 @@ def call_fields(body: OpenAIBody, request: Request, service: Service) -> dict[st
         "routed_experts_start_len",
         "stream",
     )
-    given = {name: value for name in names if (value := getattr(body, name)) is not None}
-    if "rid" not in given and request.headers.get("x-request-id"):
-        given["rid"] = request.headers["x-request-id"]
-    return given
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 def wants_usage(body: OpenAIBody, service: Service) -> tuple[bool, bool]:
