@@ -60,6 +60,58 @@ KDA: dict[str, Any] = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }
 
+NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": ...,
+    "hybrid_override_pattern": "MEM*-ME",
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "layer_norm_epsilon": 1e-3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+    "pad_token_id": 0,
+}
+GRANITE_HYBRID: dict[str, Any] = {
+    **CALM,
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "intermediate_size": 16,
+    "shared_intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+}
+JAMBA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 2,
+    "mamba_d_state": 6,
+}
+LFM2: dict[str, Any] = {
+    **MOE,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+    "pad_token_id": 0,
+}
+
 # name -> (config class, model class, what differs from tiny_variants.COMMON)
 MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2": (
@@ -110,5 +162,43 @@ MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BailingHybridConfig",
         "BailingHybridForCausalLM",
         {**KDA, "head_dim": 12, "q_lora_rank": 24, "kda_safe_gate": False, "short_conv_kernel_size": 3},
+    ),
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON),
+    "nemotron_h_latent": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**NEMOTRON, "moe_latent_size": 20, "n_group": 4, "topk_group": 2, "use_conv_bias": False, "use_bias": True},
+    ),
+    "granite_moe_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE_HYBRID),
+    "granite_moe_hybrid_rope": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **GRANITE_HYBRID,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+        },
+    ),
+    "jamba": ("JambaConfig", "JambaForCausalLM", JAMBA),
+    "jamba_biased": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {**JAMBA, "mamba_proj_bias": True, "mamba_conv_bias": False, "expert_layer_period": 3, "mamba_dt_rank": 5},
+    ),
+    "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", LFM2),
+    "lfm2_moe_biased": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {
+            **LFM2,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "routed_scaling_factor": 1.7,
+            "tie_word_embeddings": False,
+        },
     ),
 }

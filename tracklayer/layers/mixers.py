@@ -6,8 +6,18 @@ from torch import Tensor
 
 from tracklayer.layers.gated_delta import GatedDelta
 from tracklayer.layers.kda import KDA
+from tracklayer.layers.mamba1 import Mamba1
+from tracklayer.layers.mamba2 import Mamba2
 from tracklayer.layers.recurrent import Recurrent
-from tracklayer.layers.recurrent_spec import GatedDeltaSpec, KDASpec, RecurrentSpec
+from tracklayer.layers.recurrent_spec import (
+    GatedDeltaSpec,
+    KDASpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    RecurrentSpec,
+    ShortConvSpec,
+)
+from tracklayer.layers.short_conv import ShortConv
 
 
 def recurrent_mixer(spec: RecurrentSpec, hidden_size: int, cos_sin_PD: Tensor | None, place: int) -> Recurrent:
@@ -17,4 +27,10 @@ def recurrent_mixer(spec: RecurrentSpec, hidden_size: int, cos_sin_PD: Tensor | 
             return GatedDelta(spec, hidden_size, place)
         case KDASpec():
             return KDA(spec, hidden_size, place)
+        case Mamba1Spec():
+            return Mamba1(spec, hidden_size, place)
+        case Mamba2Spec():
+            return Mamba2(spec, hidden_size, place)
+        case ShortConvSpec():
+            return ShortConv(spec, hidden_size, place)
     raise TypeError(f"no module for {type(spec).__name__}")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.experts import Experts
+from tracklayer.layers.linear import Linear
 from tracklayer.layers.mlp import MLP
 from tracklayer.layers.norm import Norm
 from tracklayer.layers.parts import Part, parameter, prefixed
@@ -29,7 +30,9 @@ class MoE(nn.Module):
         self.router = kind(router, layer_id=layer_id)
         self.gate_ED = parameter(router.num_logits, hidden_size)
         self.gate_bias_E = parameter(router.num_logits) if router.gate_bias else None
-        self.experts = Experts(spec, hidden_size)
+        self.experts = Experts(spec, spec.latent or hidden_size)
+        self.latent_in = Linear(hidden_size, {"latent_in": spec.latent}) if spec.latent else None
+        self.latent_out = Linear(spec.latent, {"latent_out": hidden_size}) if spec.latent else None
         self.shared = MLP(spec.shared, hidden_size) if spec.shared else None
         self.shared_gate_1D = parameter(1, hidden_size) if spec.shared_gate else None
 
@@ -48,6 +51,9 @@ class MoE(nn.Module):
         if self.norms:
             experts_TD = self._norm("experts_post_norm", self.experts(self._norm("experts_norm", x_TD), routing))
             y_TD = experts_TD if shared_TD is None else experts_TD + shared_TD
+        elif self.latent_in is not None and self.latent_out is not None:
+            y_TD = self.latent_out(self.experts(self.latent_in(x_TD), routing))
+            y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         else:
             y_TD = self.experts(x_TD, routing, shared_TD)
         return y_TD if self.output_scale == 1.0 else y_TD * self.output_scale
@@ -69,6 +75,9 @@ class MoE(nn.Module):
             yield "router.bias", self.gate_bias_E.data, self.gate_bias_E
         yield from prefixed("router", self.router.parts())
         yield from prefixed("experts", self.experts.parts())
+        for linear in (self.latent_in, self.latent_out):
+            if linear is not None:
+                yield from linear.parts()
         if self.shared is not None:
             yield from prefixed("shared", self.shared.parts())
         if self.shared_gate_1D is not None:

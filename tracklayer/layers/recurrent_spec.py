@@ -77,3 +77,67 @@ class KDASpec(RecurrentSpec):
             Kept((self.conv - 1, 3 * self.num_heads * self.head_dim)),
             Kept((self.num_heads, self.head_dim, self.head_dim), "float32"),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec(RecurrentSpec):
+    """Mamba 2 (arXiv 2405.21060): one decay a head and step; `groups` of heads share B and C of width `state`.
+
+    dt_limits  the step size is kept within them, after softplus
+    norm       of each group of the gated output
+    """
+
+    num_heads: int
+    head_dim: int
+    state: int
+    groups: int
+    conv: int
+    conv_bias: bool = True
+    bias: bool = False
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    norm: NormSpec = NormSpec()
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_width(self) -> int:
+        return self.width + 2 * self.groups * self.state
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        return (
+            Kept((self.conv - 1, self.conv_width)),
+            Kept((self.num_heads, self.state, self.head_dim), "float32"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba1Spec(RecurrentSpec):
+    """Mamba (arXiv 2312.00752) with norms of dt, B and C (Jamba): every channel and state index decays on its own."""
+
+    width: int
+    state: int
+    dt_rank: int
+    conv: int
+    conv_bias: bool = True
+    bias: bool = False
+    norm: NormSpec = NormSpec()
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        return Kept((self.conv - 1, self.width)), Kept((self.width, self.state), "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSpec(RecurrentSpec):
+    """Gated short convolution (LFM2): C * conv(B * x), all of the model's width."""
+
+    width: int
+    conv: int
+    bias: bool = False
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        return (Kept((self.conv - 1, self.width)),)

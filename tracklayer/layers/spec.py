@@ -159,6 +159,7 @@ class MoESpec:
     clamp_before / clamp_after: limit of gate and up before the activation / of its result and up (see ExpertSpec).
     output_scale: factor on the sum of routed and shared (Cohere's average). inner_norm: router, experts and shared MLP
     each norm the block's raw input by weights of their own, experts and shared MLP their outputs too (Gemma 4).
+    latent: routed experts work on a projection of the input to this width, their sum is projected back (Nemotron-H).
     """
 
     router: RouterSpec
@@ -172,3 +173,4 @@ class MoESpec:
     shared_gate: bool = False
     output_scale: float = 1.0
     inner_norm: NormSpec | None = None
+    latent: int | None = None
