@@ -1,6 +1,6 @@
 """Tokens per second of the engine over Hugging Face `generate` on the demonstration model, on this CPU, in one run.
 
-    python benchmarks/cpu_vs_transformers.py [--tokens 64] [--pairs 5] [--model-dir DIR]
+    python benchmarks/cpu_vs_transformers.py [--tokens 32] [--pairs 5] [--model-dir DIR]
 
 one          1 request, recording on, over transformers with the same request
 concurrent   16 requests at once, recording on, over transformers one by one
@@ -146,7 +146,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", type=Path, default=demo.default_dir())
-    parser.add_argument("--tokens", type=int, default=64, help="generated per request")
+    parser.add_argument("--tokens", type=int, default=32, help="generated per request")
     parser.add_argument("--pairs", type=int, default=5, help="repetitions of each comparison")
     parser.add_argument("--threads", type=int, help="torch threads of both sides; default: torch's own choice")
     args = parser.parse_args()

@@ -48,4 +48,3 @@ def test_refuses_heads_that_do_not_fit():
         paged_attention(q[:, :3], k, v, **keywords)
     with pytest.raises(ValueError, match="query width 16 differs from key width 32"):
         paged_attention(q[..., :16], k, v, **keywords)
-

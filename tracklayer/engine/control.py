@@ -10,10 +10,8 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from tracklayer.config import load_model_config
 from tracklayer.engine.engine import EngineCore
-from tracklayer.errors import CheckpointError, TracklayerError, UserError
-from tracklayer.models.weights import Loader, checkpoint_tensors
+from tracklayer.errors import TracklayerError, UserError
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -99,10 +97,7 @@ class Operations:
             while not core.paused and core.records:
                 yield
             core.drain()
-            self._check_checkpoint(model_path)
-            loader = Loader(core.model.decoder, core.model.family)
-            loader.load(checkpoint_tensors(model_path))
-            loader.finish()
+            core.model.replace_weights(model_path)
         finally:
             core.release()
         message = "Succeeded to update model weights."
@@ -113,20 +108,9 @@ class Operations:
             raise UserError("Weights were updated, but the cache was not flushed: requests hold it")
         return message
 
-    def _check_checkpoint(self, model_path: str) -> None:
-        core = self.core
-        architectures = load_model_config(model_path).get("architectures")
-        if architectures != core.model.hf_config["architectures"]:
-            raise CheckpointError(
-                f"{model_path!r} is a {architectures} checkpoint, this engine runs {core.info.architecture}"
-            )
-        dry = Loader(core.model.decoder, core.model.family, dry=True)
-        dry.load(checkpoint_tensors(model_path))
-        dry.finish()
-
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """First `truncate_size` rows of a checkpoint tensor as it is now, by its checkpoint name."""
-        loader = Loader(self.core.model.decoder, self.core.model.family)
+        loader = self.core.model.loader()
         return loader.read(name)[:truncate_size].float().cpu().tolist()
 
 

@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteShape:
-    """What the pool of one model looks like: decoder layer index of each column, widest top_k, ids below num_experts."""
+    """What a model's pool looks like: decoder layer index of each column, widest top_k, ids below num_experts."""
 
     layer_ids: tuple[int, ...]
     top_k: int

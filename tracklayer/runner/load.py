@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from tracklayer.config import EngineConfig, load_model_config
-from tracklayer.errors import UserError
+from tracklayer.errors import CheckpointError, UserError
 from tracklayer.models.decoder import Decoder
 from tracklayer.models.registry import resolve
 from tracklayer.models.spec import Family, ModelSpec
-from tracklayer.models.weights import dummy_weights, load_weights
+from tracklayer.models.weights import Loader, checkpoint_tensors, dummy_weights, load_weights
 from tracklayer.routes.pool import RouteShape
 
 
@@ -38,6 +38,23 @@ class LoadedModel:
             top_k=max(r.top_k for r in routers),
             num_experts=max(r.num_logits for r in routers),
         )
+
+    def loader(self, *, dry: bool = False) -> Loader:
+        return Loader(self.decoder, self.family, dry=dry)
+
+    def replace_weights(self, path: str) -> None:
+        """Load another checkpoint of the same architecture in place.
+
+        Raises CheckpointError for one that does not fit; the weights are then as they were, because it is read through
+        once before the first copy.
+        """
+        architectures = load_model_config(path).get("architectures")
+        if architectures != self.hf_config["architectures"]:
+            ours = self.hf_config["architectures"][0]
+            raise CheckpointError(f"{path!r} is a {architectures} checkpoint, this engine runs {ours}")
+        for loader in (self.loader(dry=True), self.loader()):
+            loader.load(checkpoint_tensors(path))
+            loader.finish()
 
 
 def choose_device(name: str) -> torch.device:
