@@ -27,14 +27,15 @@ def delta_rule(
         part = slice(start, start + chunk)
         q, k, v, decay = (x[:, part].transpose(1, 2) for x in (q_BMHD, k_BMHD, v_BMHE, log_decay_BMHG))
         beta = beta_BMH[:, part].transpose(1, 2)[..., None]
-        since = decay.cumsum(2)  # log of the decay from the chunk's beginning
-        before, last = since.exp(), since[:, :, -1:]
+        since = _since(decay)
+        before, last = since.float().exp(), since[:, :, -1:]
         right = beta * (v - (k * before) @ state_BHDE)
         if q.shape[2] > 1:
             lower = beta * _products(k, k, since).tril(-1)
             right = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
         pieces.append((q * before) @ state_BHDE + _products(q, k, since).tril() @ right)
-        state_BHDE = last.exp().transpose(2, 3) * state_BHDE + (k * (last - since).exp()).transpose(2, 3) @ right
+        kept = last.float().exp().transpose(2, 3) * state_BHDE
+        state_BHDE = kept + (k * (last - since).float().exp()).transpose(2, 3) @ right
     return torch.cat(pieces, 2).transpose(1, 2), state_BHDE
 
 
@@ -46,19 +47,24 @@ def linear_attention(
     for start in range(0, q_BMHD.shape[1], DELTA_CHUNK):
         part = slice(start, start + DELTA_CHUNK)
         q, k, v = (x[:, part].transpose(1, 2) for x in (q_BMHD, k_BMHD, v_BMHE))
-        since = log_decay_BMH[:, part].transpose(1, 2)[..., None].cumsum(2)
+        since = _since(log_decay_BMH[:, part].transpose(1, 2)[..., None])
         last = since[:, :, -1:]
-        pieces.append((q * since.exp()) @ state_BHDE + _products(q, k, since).tril() @ v)
-        state_BHDE = last.exp() * state_BHDE + (k * (last - since).exp()).transpose(2, 3) @ v
+        pieces.append((q * since.float().exp()) @ state_BHDE + _products(q, k, since).tril() @ v)
+        state_BHDE = last.float().exp() * state_BHDE + (k * (last - since).float().exp()).transpose(2, 3) @ v
     return torch.cat(pieces, 2).transpose(1, 2), state_BHDE
+
+
+def _since(log_decay_BHCG: Tensor) -> Tensor:
+    """Log of the decay from the chunk's beginning to each token; float64, because differences of sums are taken."""
+    return log_decay_BHCG.double().cumsum(2)
 
 
 def _products(a_BHCD: Tensor, b_BHCD: Tensor, since_BHCG: Tensor) -> Tensor:
     """a_t . b_s, decayed from s to t: [B, H, C, C]. Meaningful for s <= t; finite everywhere."""
     if since_BHCG.shape[-1] == 1:
-        decay = (since_BHCG - since_BHCG.transpose(2, 3)).clamp(max=0.0).exp()
+        decay = (since_BHCG - since_BHCG.transpose(2, 3)).float().clamp(max=0.0).exp()
         return (a_BHCD @ b_BHCD.transpose(2, 3)) * decay
-    decay = (since_BHCG[:, :, :, None] - since_BHCG[:, :, None]).clamp(max=0.0).exp()
+    decay = (since_BHCG[:, :, :, None] - since_BHCG[:, :, None]).float().clamp(max=0.0).exp()
     return torch.einsum("bhtd,bhtsd,bhsd->bhts", a_BHCD, decay, b_BHCD)
 
 
