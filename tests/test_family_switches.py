@@ -127,4 +127,4 @@ def test_turning_a_switch_back_shows(variant, tmp_path, monkeypatch):
         compare(wrong, plain, generate(wrong, {"a": prompt}, 2), mode, 0, None)
         if mode.ok:
             unseen.append(name)
-    assert tried >= 3 and not unseen, f"{tried} switches tried; the checkpoint does not see {unseen}"
+    assert tried >= 2 and not unseen, f"{tried} switches tried; the checkpoint does not see {unseen}"
