@@ -7,6 +7,7 @@ with a model that is not ours stands in test_families.py.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -368,3 +369,15 @@ def test_every_op_is_tested():
     words = {name for path in tests for name in names_in(tree_of(path))}
     ops = [name.removesuffix("_ref") for name in kernel_functions() if name.endswith("_ref")]
     report([f"no test names {op}" for op in ops if not words & {op, f"{op}_ref", f"launch_{op}"}])
+
+
+def test_the_tests_that_the_docs_name_are_there():
+    named = re.findall(
+        r"`(?:tests/)?([\w/]+\.py)::(\w+)`", "\n".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
+    )
+    assert named
+    report([f"tests/{file} has no {test}" for file, test in named if test not in defined_in(ROOT / "tests" / file)])
+
+
+def defined_in(path: Path) -> set[str]:
+    return {n.name for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef)} if path.is_file() else set()
