@@ -131,13 +131,14 @@ def paged_attention_ref(
     softcap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """The torch reference of `paged_attention`: sequences with one query token in one batch, the others in a loop."""
+    """The torch reference of `paged_attention`: sequences with one query token in one batch, others in a loop."""
     out_TNE = q_TND.new_zeros(*q_TND.shape[:2], v_SHE.shape[2])
     rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk)
     starts, lens = starts_B1.tolist(), lens_B.tolist()
     counts = [end - start for start, end in pairwise(starts)]
     single = [b for b, (count, n) in enumerate(zip(counts, lens, strict=True)) if count == 1 and n > 0]
-    if single:
+    batched = len(single) > 1
+    if batched:
         index = torch.tensor(single, device=q_TND.device)
         tokens, lens_b = starts_B1[index].long(), lens_B[index].long()
         slots_BL = slot_table_RC[rows_B[index].long(), : max(lens[b] for b in single)].long()
@@ -149,7 +150,7 @@ def paged_attention_ref(
         k_BLHD, v_BLHE = (_rows(cache, slots_BL) for cache in (k_SHD, v_SHE))
         out_TNE[tokens] = _attend(q_TND[tokens][:, None], k_BLHD, v_BLHE, seen_BnL, **rule)[:, 0]
     for b, (count, n) in enumerate(zip(counts, lens, strict=True)):
-        if count > 1 and n > 0:
+        if n > 0 and (count > 1 or (count == 1 and not batched)):
             tokens = slice(starts[b], starts[b + 1])
             k_1LHD, v_1LHE = (_rows(cache, slot_table_RC[rows_B[b], :n][None]) for cache in (k_SHD, v_SHE))
             positions = torch.arange(n - count, n, device=q_TND.device)[None]
