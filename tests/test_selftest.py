@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from engine_tools import make_core
+from engine_tools import make_core, prompts, request, run
 
 from tracklayer.errors import SelfTestError
 from tracklayer.layers.router import TopK
@@ -97,3 +97,21 @@ def test_constant_rows_are_wrong_routes(core, monkeypatch):
 def test_skipping_warns(checkpoint, caplog):
     make_core(checkpoint, skip_route_selftest=True)
     assert "self-test was skipped" in caplog.text
+
+
+def test_a_row_that_was_not_written_is_an_error_of_its_request(checkpoint, monkeypatch):
+    """Past the self-test, too: the request ends with an error that names layer and token, and without rows."""
+    core = make_core(checkpoint)
+    whole = TopK.store
+
+    def without(self, batch):
+        return None if self.layer_id == 2 and batch.max_query == 1 else whole(self, batch)
+
+    monkeypatch.setattr(TopK, "store", without)
+    prompt = prompts(1)[0]
+    asked = [request("asks", prompt, tokens=4), request("does not", prompt, tokens=4, return_routed_experts=False)]
+    results = run(core, asked)
+    assert results["asks"].finish.status == 500 and results["asks"].routes is None
+    assert f"token {len(prompt)} layer 2" in results["asks"].finish.message
+    assert results["does not"].finish.type == "length"
+    assert core.counters.incomplete_rows == 3

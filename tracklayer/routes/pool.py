@@ -48,6 +48,8 @@ class RoutePool:
         size = (num_slots, len(shape.layer_ids), shape.top_k)
         self.tensor_SLK = torch.full(size, self.sentinel, dtype=shape.dtype, device=device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._copies is not None:
+            _warm_pinned_memory()
 
     def fill(self, slots_T: Tensor) -> None:
         """Mark the rows of these slots as unwritten; the forward that follows writes them again."""
@@ -77,6 +79,15 @@ class RoutePool:
         return PendingRoutes(host[0], host[1], done, self.shape, lengths, list(starts))
 
 
+def _warm_pinned_memory() -> None:
+    """Let torch's pinned-memory allocator have a block of each size from 1 to 256 MiB (it keeps powers of two).
+
+    Pinning takes the driver tens of milliseconds for a large block; many requests that end together would wait for it.
+    """
+    blocks = [torch.empty(1 << bits, dtype=torch.uint8, pin_memory=True) for bits in range(20, 29)]
+    del blocks
+
+
 @dataclass(slots=True)
 class PendingRoutes:
     """Rows on their way to the host."""
@@ -102,7 +113,8 @@ class PendingRoutes:
         parts = np.split(rows_TLK, np.cumsum(self.lengths)[:-1])
         if self.missing_L.any():
             self._raise(parts)
-        return list(parts)
+        # Out of pinned memory, which is scarce and goes back to its allocator; a caller may keep rows for long.
+        return list(parts) if self.done is None else [part.copy() for part in parts]
 
     def _raise(self, parts: Sequence[Array]) -> None:
         fill = fill_value(parts[0].dtype)
