@@ -1,4 +1,4 @@
-"""Recurrent mixers: the scans against loops over tokens in float64, the walk over runs, and state in the whole engine."""
+"""Recurrent mixers: scans against loops over tokens in float64, the walk over runs, and state in the whole engine."""
 
 from __future__ import annotations
 

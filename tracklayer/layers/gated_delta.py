@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tracklayer.layers.batch import Run
+from tracklayer.layers.batch import Batch, Run
 from tracklayer.layers.linear import Linear
 from tracklayer.layers.parts import Part, parameter
 from tracklayer.layers.recurrent import Recurrent, causal_conv, gated_norm, real_places, unit
@@ -34,7 +34,7 @@ class GatedDelta(Recurrent):
         self.norm_E = parameter(spec.value_dim)
         self.o = Linear(values, {"o": hidden_size})
 
-    def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+    def project(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         z_TX, b_TN, a_TN = self.gates(x_TD).split(list(self.gates.outputs.values()), -1)
         log_decay_TN = -self.a_log_N.exp() * F.softplus(a_TN.float() + self.dt_bias_N)
         return self.qkv(x_TD), log_decay_TN, torch.sigmoid(b_TN).float(), z_TX

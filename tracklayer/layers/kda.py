@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tracklayer.layers.batch import Run
+from tracklayer.layers.batch import Batch, Run
 from tracklayer.layers.linear import Linear
 from tracklayer.layers.parts import Part, parameter
 from tracklayer.layers.recurrent import Recurrent, causal_conv, gated_norm, real_places, unit
@@ -36,7 +36,7 @@ class KDA(Recurrent):
         self.norm_D = parameter(spec.head_dim)
         self.o = Linear(width, {"o": hidden_size})
 
-    def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+    def project(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         heads, (q, k, v, *rest) = self.spec.num_heads, list(self.first.outputs.values())
         qkv_TX, b_TN, f_TX, gate_TX = self.first(x_TD).split([q + k + v, *rest], -1)
         if self.f_b is not None and self.gate_b is not None:

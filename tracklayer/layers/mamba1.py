@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tracklayer.kernels.norm import rms_norm
-from tracklayer.layers.batch import Run
+from tracklayer.layers.batch import Batch, Run
 from tracklayer.layers.linear import Linear
 from tracklayer.layers.parts import Part, parameter
 from tracklayer.layers.recurrent import Recurrent, causal_conv, real_places
@@ -38,7 +38,7 @@ class Mamba1(Recurrent):
         self.d_X = parameter(spec.width, dtype=torch.float32)
         self.o = Linear(spec.width, {"o": hidden_size}, bias=spec.bias)
 
-    def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+    def project(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         x_TX, z_TX = self.first(x_TD).split([self.spec.width] * 2, -1)
         return x_TX, z_TX
 

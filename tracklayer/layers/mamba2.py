@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tracklayer.layers.batch import Run
+from tracklayer.layers.batch import Batch, Run
 from tracklayer.layers.linear import Linear
 from tracklayer.layers.parts import Part, parameter
 from tracklayer.layers.recurrent import Recurrent, causal_conv, real_places
@@ -35,7 +35,7 @@ class Mamba2(Recurrent):
         self.norm_X = parameter(spec.width)
         self.o = Linear(spec.width, {"o": hidden_size}, bias=spec.bias)
 
-    def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+    def project(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         z_TX, xbc_TX, dt_TN = self.first(x_TD).split(list(self.first.outputs.values()), -1)
         return xbc_TX, F.softplus(dt_TN.float() + self.dt_bias_N).clamp(*self.spec.dt_limits), z_TX
 

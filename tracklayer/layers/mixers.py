@@ -6,12 +6,14 @@ from torch import Tensor
 
 from tracklayer.layers.gated_delta import GatedDelta
 from tracklayer.layers.kda import KDA
+from tracklayer.layers.lightning import Lightning
 from tracklayer.layers.mamba1 import Mamba1
 from tracklayer.layers.mamba2 import Mamba2
 from tracklayer.layers.recurrent import Recurrent
 from tracklayer.layers.recurrent_spec import (
     GatedDeltaSpec,
     KDASpec,
+    LightningSpec,
     Mamba1Spec,
     Mamba2Spec,
     RecurrentSpec,
@@ -27,6 +29,8 @@ def recurrent_mixer(spec: RecurrentSpec, hidden_size: int, cos_sin_PD: Tensor | 
             return GatedDelta(spec, hidden_size, place)
         case KDASpec():
             return KDA(spec, hidden_size, place)
+        case LightningSpec():
+            return Lightning(spec, hidden_size, cos_sin_PD, place)
         case Mamba1Spec():
             return Mamba1(spec, hidden_size, place)
         case Mamba2Spec():

@@ -22,7 +22,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.place = place
 
-    def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+    def project(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         """What `walk` reads of each token: tensors [T, ...]."""
         raise NotImplementedError
 
@@ -38,7 +38,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
         pools = batch.states[self.place]
-        inputs = self.project(x_TD)
+        inputs = self.project(x_TD, batch)
         pieces = []
         for run in batch.runs:
             before = tuple(_kept(pool, run) for pool in pools)

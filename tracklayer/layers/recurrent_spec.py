@@ -18,15 +18,13 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec:
-    """What all have in common: the states that a request keeps. They start as zeros."""
+    """What all have in common: the states that a request keeps, zeros at first; positions, if it has any."""
+
+    rope: RopeSpec | None = None
 
     @property
     def kept(self) -> tuple[Kept, ...]:
         raise NotImplementedError
-
-    @property
-    def rope(self) -> RopeSpec | None:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,3 +139,25 @@ class ShortConvSpec(RecurrentSpec):
     @property
     def kept(self) -> tuple[Kept, ...]:
         return (Kept((self.conv - 1, self.width)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningSpec(RecurrentSpec):
+    """Lightning attention (arXiv 2401.04658): linear attention whose heads decay by a constant each.
+
+    log_decays  one a head, 0 or less
+    groups      of heads whose outputs share a norm, before the sigmoid gate per channel
+    """
+
+    num_heads: int
+    head_dim: int
+    log_decays: tuple[float, ...]
+    groups: int
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    norm: NormSpec = NormSpec()
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        return (Kept((self.num_heads, self.head_dim, self.head_dim), "float32"),)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tracklayer.layers.batch import Run
+from tracklayer.layers.batch import Batch, Run
 from tracklayer.layers.linear import Linear
 from tracklayer.layers.parts import Part, parameter
 from tracklayer.layers.recurrent import Recurrent, causal_conv
@@ -24,7 +24,7 @@ class ShortConv(Recurrent):
         self.conv_bias_X = parameter(spec.width, dtype=torch.float32) if spec.bias else None
         self.o = Linear(spec.width, {"o": hidden_size}, bias=spec.bias)
 
-    def project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+    def project(self, x_TD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         b_TX, c_TX, x_TX = self.first(x_TD).chunk(3, -1)
         return b_TX * x_TX, c_TX
 
