@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tracklayer.kernels.topk import RouterSpec
-from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec
+from tracklayer.layers.recurrent_spec import RecurrentSpec
+from tracklayer.layers.spec import MLASpec, MLPSpec, MoESpec
 from tracklayer.models.registry import all_families
 from tracklayer.models.spec import Family, ModelSpec
 
@@ -52,9 +53,15 @@ def router_words(router: RouterSpec) -> str:
 
 
 def mixer_words(spec: Any) -> str:
-    """One mixer in a few words; other kinds than attention by their spec's name."""
-    if not isinstance(spec, AttentionSpec):
-        return type(spec).__name__.removesuffix("Spec").lower()
+    """One mixer in a few words; recurrent ones by their spec's name and what they keep of a request."""
+    if isinstance(spec, RecurrentSpec):
+        kept = " and ".join("x".join(map(str, state.shape)) for state in spec.kept)
+        return f"{type(spec).__name__.removesuffix('Spec')}, keeps {kept}"
+    if isinstance(spec, MLASpec):
+        heads = f"{spec.num_heads} heads of {spec.nope_dim}+{spec.rope_dim}/{spec.v_head_dim}"
+        turned = "" if spec.rope else ", no positions"
+        gate = f", gate per {spec.out_gate}" if spec.out_gate else ""
+        return f"latent attention, {heads} over {spec.kv_lora_rank}{turned}{gate}"
     width = f"{spec.head_dim}" if spec.value_dim == spec.head_dim else f"{spec.head_dim}/{spec.value_dim}"
     rope = spec.rope
     turned = "" if rope is None or rope.dim == spec.head_dim else f" on {rope.dim}"

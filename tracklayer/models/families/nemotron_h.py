@@ -93,5 +93,5 @@ FAMILY = Family(
     transforms=conv_transform(MIX),
     ignored=(r"mtp\..*",),
     layers_rule="letter E of hybrid_override_pattern",
-    note="step sizes are at least time_step_min, as in transformers (SGLang, vLLM: no bound)",
+    note="step sizes are at least time_step_min, as in transformers, which does not read time_step_limit",
 )
