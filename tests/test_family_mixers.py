@@ -1,4 +1,4 @@
-"""What breaks the record in families with latent attention or recurrent state: layer axis, lists, wrappers, MTP layers."""
+"""What breaks the record where mixers are latent or recurrent: layer axis, lists, wrappers, MTP layers."""
 
 from __future__ import annotations
 
