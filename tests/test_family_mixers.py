@@ -23,6 +23,7 @@ EXAMPLES = listing.data("examples.json")
 FACTS = {
     "deepseek_v2": (60, range(1, 60), 160, 6, 60, 0),
     "deepseek_v3": (61, range(3, 61), 256, 8, 61, 0),
+    "deepseek_v32": (61, range(3, 61), 256, 8, 61, 0),
     "glm4_moe_lite": (47, range(1, 47), 64, 4, 47, 0),
     "longcat_flash": (28, range(28), 768, 12, 56, 0),
     "qwen3_next": (48, range(48), 512, 10, 12, 36),

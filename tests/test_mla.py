@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from safetensors.torch import save_file
 
 from tracklayer.errors import CheckpointError
 from tracklayer.kernels.rope import rope_table
+from tracklayer.layers import indexer
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.mla import MLA
-from tracklayer.layers.spec import AttentionSpec, MLASpec, NormSpec, RopeSpec
+from tracklayer.layers.spec import AttentionSpec, IndexerSpec, MLASpec, NormSpec, RopeSpec
 from tracklayer.models.latent import mla, stretch
 from tracklayer.models.registry import resolve
 from tracklayer.runner.kv_cache import Caches, kv_bytes_per_slot
@@ -218,3 +220,60 @@ def test_what_is_not_served_is_refused_by_name(change, word):
     c = {**CONFIG, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "hidden_size": 16}
     with pytest.raises(CheckpointError, match=word):
         resolve({**c, "vocab_size": 9, "num_hidden_layers": 1, "intermediate_size": 8, **change})
+
+
+def selecting(top_k: int) -> MLA:
+    return build(indexer=IndexerSpec(num_heads=5, head_dim=8, top_k=top_k), rope=TURNED)[0]
+
+
+def test_attention_sees_only_what_the_indexer_chooses(monkeypatch):
+    """Against a loop over tokens in float64, in pieces and whole, with a cache that is NaN elsewhere."""
+    module = selecting(4)
+    p = {name: view.double() for name, view, _ in module.parts()}
+    spec, x = module.spec, torch.randn(11, 16, generator=torch.Generator().manual_seed(1))
+
+    def turned(z):  # the first rope dims, by halves
+        return torch.cat([turn(z[..., :6], False), z[..., 6:]], -1)
+
+    xd = x.double()
+    latent = xd @ p["q_a.weight"].T
+    latent = latent / (latent.pow(2).mean(-1, keepdim=True) + spec.norm.eps).sqrt() * p["q_norm.weight"]
+    q = turned((latent @ p["indexer.wq_b.weight"].T).unflatten(-1, (5, 8)))
+    k = xd @ p["indexer.wk.weight"].T
+    k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+    k = turned((k * p["indexer.k_norm.weight"] + p["indexer.k_norm.bias"])[:, None])[:, 0]
+    weights = xd @ p["indexer.weights_proj.weight"].T
+    chosen = torch.zeros(11, 11, dtype=torch.bool)
+    for t in range(11):
+        score = [(weights[t] * (q[t] @ k[s]).relu()).sum() for s in range(t + 1)]
+        for s in sorted(range(t + 1), key=lambda s: -float(score[s]))[:4]:
+            chosen[t, s] = True
+    assert (chosen.sum(-1) == torch.arange(1, 12).clamp(max=4)).all()
+    tril = torch.Tensor.tril
+    monkeypatch.setattr(torch.Tensor, "tril", lambda self: chosen if self.shape == (11, 11) else tril(self))
+    expected = expanded(spec, p, x)
+    monkeypatch.undo()
+    for cuts in ((0, 11), (0, 5, 6, 11), (0, 1, 2, 3, 4, 11)):
+        caches = Caches.allocate(90, [spec], None, torch.float32, CPU)
+        caches.kv[0][0].fill_(float("nan"))
+        pieces = [step(module, caches, x[a:b], a) for a, b in pairwise(cuts)]
+        torch.testing.assert_close(torch.cat(pieces).double(), expected, atol=2e-5, rtol=2e-5)
+    monkeypatch.setattr(indexer, "PIECE", 200)  # a token or two at a time
+    caches = Caches.allocate(90, [spec], None, torch.float32, CPU)
+    torch.testing.assert_close(step(module, caches, x, 0).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_an_indexer_that_may_choose_all_changes_nothing():
+    few, all_of_them = selecting(10), selecting(11)
+    x = torch.randn(11, 16, generator=torch.Generator().manual_seed(1))
+    outs = []
+    for module in (few, all_of_them, build(rope=TURNED)[0]):
+        if module is not few:
+            shared = dict((name, view) for name, view, _ in few.parts())
+            for name, view, _ in module.parts():
+                view.copy_(shared[name])
+        caches = Caches.allocate(90, [module.spec], None, torch.float32, CPU)
+        outs.append(step(module, caches, x, 0))
+    torch.testing.assert_close(outs[1], outs[2])
+    assert not torch.allclose(outs[0][-1], outs[2][-1], atol=1e-3)
+    torch.testing.assert_close(outs[0][:10], outs[2][:10], atol=1e-5, rtol=1e-5)

@@ -125,6 +125,19 @@ MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": YARN, "attention_bias": True},
     ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {
+            **DEEPSEEK,
+            "n_group": 4,
+            "topk_group": 2,
+            "index_n_heads": 12,
+            "index_head_dim": 14,
+            "index_topk": 9,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
     "kimi_k2": (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",

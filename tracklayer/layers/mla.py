@@ -18,8 +18,9 @@ from tracklayer.kernels.attention import paged_attention
 from tracklayer.kernels.norm import rms_norm
 from tracklayer.kernels.rope import rotate
 from tracklayer.layers.batch import Batch
+from tracklayer.layers.indexer import Indexer, selected_attention
 from tracklayer.layers.linear import Linear
-from tracklayer.layers.parts import Part, parameter
+from tracklayer.layers.parts import Part, parameter, prefixed
 from tracklayer.layers.spec import MLASpec
 
 
@@ -36,7 +37,7 @@ class MLA(nn.Module):
         self.cos_sin_PD = cos_sin_PD
         width_q = spec.num_heads * (spec.nope_dim + spec.rope_dim)
         first = {"q_a": spec.q_lora_rank} if spec.q_lora_rank else {"q": width_q}
-        self.down = Linear(hidden_size, {**first, "kv_a": spec.head_dim}, bias=spec.bias)
+        self.down = Linear(hidden_size, {**first, "kv_a": spec.key_dim}, bias=spec.bias)
         self.q_b = self.q_norm = None
         if spec.q_lora_rank:
             self.q_norm = parameter(spec.q_lora_rank)
@@ -46,13 +47,18 @@ class MLA(nn.Module):
         self.o = Linear(spec.num_heads * spec.v_head_dim, {"o": hidden_size}, bias=spec.out_bias)
         gates = {"channel": spec.num_heads * spec.v_head_dim, "head": spec.num_heads, None: 0}[spec.out_gate]
         self.gate = Linear(hidden_size, {"gate": gates}) if spec.out_gate else None
+        self.indexer = None
+        if spec.indexer is not None:
+            assert cos_sin_PD is not None and spec.q_lora_rank is not None, "an indexer needs positions and q_lora_rank"
+            self.indexer = Indexer(spec.indexer, hidden_size, spec.q_lora_rank, cos_sin_PD)
 
     def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
         spec = self.spec
-        k_SHD, v_SHE = batch.kv[self.cache]
+        k_SHD, _ = batch.kv[self.cache]
         q_TX, kv_TX = self.down(x_TD).split(list(self.down.outputs.values()), -1)
         if self.q_b is not None and self.q_norm is not None:
-            q_TX = self.q_b(rms_norm(q_TX.contiguous(), self.q_norm, spec.norm.eps, spec.norm.offset))
+            q_latent_TQ = rms_norm(q_TX.contiguous(), self.q_norm, spec.norm.eps, spec.norm.offset)
+            q_TX = self.q_b(q_latent_TQ)
         if spec.q_scale != 1.0:
             q_TX = q_TX * spec.q_scale
         q_TNX = q_TX.unflatten(-1, (spec.num_heads, -1))
@@ -62,15 +68,38 @@ class MLA(nn.Module):
             latent_TC = latent_TC * spec.kv_scale
         nope_TNP, rope_TNR = q_TNX.split([spec.nope_dim, spec.rope_dim], -1)
         rope_TNR, turned_TR = self._turn(rope_TNR, batch), self._turn(turned_TR[:, None], batch)[:, 0]
-        k_SHD[batch.slots_T.long(), 0] = torch.cat([latent_TC, turned_TR], -1).to(k_SHD.dtype)
+        kept = [latent_TC, turned_TR, *([self.indexer.keys(x_TD, batch)] if self.indexer else [])]
+        k_SHD[batch.slots_T.long(), 0] = torch.cat(kept, -1).to(k_SHD.dtype)
 
         to_key_NPC, to_value_NEC = self.kv_b_XC.unflatten(0, (spec.num_heads, -1)).split(
             [spec.nope_dim, spec.v_head_dim], 1
         )
         nope_TNC = torch.bmm(nope_TNP.transpose(0, 1), to_key_NPC).transpose(0, 1)
-        out_TNC = paged_attention(
-            torch.cat([nope_TNC, rope_TNR], -1),
-            k_SHD,
+        q_TND = torch.cat([nope_TNC, rope_TNR], -1)
+        if self.indexer is not None and batch.max_len > self.indexer.spec.top_k:
+            out_TNC = selected_attention(
+                q_TND,
+                *self.indexer.queries(x_TD, q_latent_TQ, batch),
+                k_SHD[:, 0],
+                batch,
+                value_dim=spec.kv_lora_rank,
+                top_k=self.indexer.spec.top_k,
+                scale=spec.scale,
+            )
+        else:
+            out_TNC = self._attend(q_TND, batch)
+        out_TNE = torch.bmm(out_TNC.transpose(0, 1), to_value_NEC.transpose(1, 2)).transpose(0, 1)
+        if self.gate is not None:
+            out_TNE = out_TNE * torch.sigmoid(self.gate(x_TD)).view(len(x_TD), spec.num_heads, -1)
+        out_TD: Tensor = self.o(out_TNE.flatten(1))
+        return out_TD
+
+    def _attend(self, q_TND: Tensor, batch: Batch) -> Tensor:
+        """Attention over all earlier latents: [T, N, C]."""
+        k_SHD, v_SHE = batch.kv[self.cache]
+        return paged_attention(
+            q_TND,
+            k_SHD[..., : self.spec.key_dim],
             v_SHE,
             slot_table_RC=batch.slot_table_RC,
             rows_B=batch.rows_B,
@@ -78,14 +107,9 @@ class MLA(nn.Module):
             lens_B=batch.lens_B,
             max_query=batch.max_query,
             max_len=batch.max_len,
-            scale=spec.scale,
+            scale=self.spec.scale,
             num_decodes=batch.num_decodes,
         )
-        out_TNE = torch.bmm(out_TNC.transpose(0, 1), to_value_NEC.transpose(1, 2)).transpose(0, 1)
-        if self.gate is not None:
-            out_TNE = out_TNE * torch.sigmoid(self.gate(x_TD)).view(len(x_TD), spec.num_heads, -1)
-        out_TD: Tensor = self.o(out_TNE.flatten(1))
-        return out_TD
 
     def _turn(self, x_THR: Tensor, batch: Batch) -> Tensor:
         if self.cos_sin_PD is None or self.spec.rope is None:
@@ -102,3 +126,5 @@ class MLA(nn.Module):
         yield from self.o.parts()
         if self.gate is not None:
             yield from self.gate.parts()
+        if self.indexer is not None:
+            yield from prefixed("indexer", self.indexer.parts())

@@ -97,6 +97,15 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """DeepSeek-V3.2's indexer: heads and width of its queries and keys, and how many positions attention sees."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class MLASpec:
     """Multi-head latent attention (arXiv 2405.04434): one latent a token, from which all heads' keys and values come.
 
@@ -106,6 +115,7 @@ class MLASpec:
     norm            of both latents
     q_scale, kv_scale  factors on the queries and on the normed latent (LongCat)
     out_gate        as in AttentionSpec
+    indexer         attention sees only the positions that it chooses; its keys lie beside the latent in the cache
     """
 
     num_heads: int
@@ -122,14 +132,19 @@ class MLASpec:
     q_scale: float = 1.0
     kv_scale: float = 1.0
     out_gate: Literal["channel", "head"] | None = None
+    indexer: IndexerSpec | None = None
 
     @property
     def num_kv_heads(self) -> int:
         return 1
 
     @property
-    def head_dim(self) -> int:
+    def key_dim(self) -> int:
         return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def head_dim(self) -> int:
+        return self.key_dim + (self.indexer.head_dim if self.indexer else 0)
 
     @property
     def value_dim(self) -> int:

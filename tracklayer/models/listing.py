@@ -61,7 +61,8 @@ def mixer_words(spec: Any) -> str:
         heads = f"{spec.num_heads} heads of {spec.nope_dim}+{spec.rope_dim}/{spec.v_head_dim}"
         turned = "" if spec.rope else ", no positions"
         gate = f", gate per {spec.out_gate}" if spec.out_gate else ""
-        return f"latent attention, {heads} over {spec.kv_lora_rank}{turned}{gate}"
+        chosen = f", the {spec.indexer.top_k} positions that an indexer chooses" if spec.indexer else ""
+        return f"latent attention, {heads} over {spec.kv_lora_rank}{turned}{gate}{chosen}"
     width = f"{spec.head_dim}" if spec.value_dim == spec.head_dim else f"{spec.head_dim}/{spec.value_dim}"
     rope = spec.rope
     turned = "" if rope is None or rope.dim == spec.head_dim else f" on {rope.dim}"

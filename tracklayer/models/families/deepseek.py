@@ -1,15 +1,16 @@
-"""DeepSeek-V2 / V2-Lite, DeepSeek-V3 / R1, Kimi-K2 and GLM-4.7-Flash: latent attention, dense first layers, shared
+"""DeepSeek-V2 / V2-Lite, V3 / R1 and V3.2, Kimi-K2 and GLM-4.7-Flash: latent attention, dense first layers, shared
 experts in one MLP.
 
 V2 chooses by softmax, greedily or among the groups with the best maximum (masked experts weigh 0). The others have the
-float32 sigmoid router with a choice bias and groups by their top 2; Kimi-K2 is V3 with one group, K2.5 wraps it.
+float32 sigmoid router with a choice bias and groups by their top 2; Kimi-K2 is V3 with one group, K2.5 wraps it. V3.2
+attends to the positions that its indexer chooses; without the published kernels' 8-bit rounding, as transformers does.
 """
 
 from __future__ import annotations
 
 from tracklayer.errors import CheckpointError
 from tracklayer.kernels.topk import RouterSpec
-from tracklayer.layers.spec import MoESpec
+from tracklayer.layers.spec import IndexerSpec, MoESpec
 from tracklayer.models.common import (
     OUTER,
     PER_EXPERT,
@@ -39,7 +40,7 @@ NAMES = {
 RULE = "i >= first_k_dense_replace"
 
 
-def whole(c: Config, router: RouterSpec) -> ModelSpec:
+def whole(c: Config, router: RouterSpec, indexer: IndexerSpec | None = None) -> ModelSpec:
     width = need(c, "moe_intermediate_size")
     moe = MoESpec(
         router=router,
@@ -47,7 +48,7 @@ def whole(c: Config, router: RouterSpec) -> ModelSpec:
         activation=activation(c),
         shared=shared_mlp(c, c.get("n_shared_experts"), width),
     )
-    attention, kinds = mla(c), c.get("mlp_layer_types")
+    attention, kinds = mla(c, indexer=indexer), c.get("mlp_layer_types")
     first, every = c.get("first_k_dense_replace") or 0, c.get("moe_layer_freq") or 1
 
     def sparse(i: int) -> bool:
@@ -82,6 +83,14 @@ def v3(c: Config) -> ModelSpec:
     return whole(c, noaux_router(c))
 
 
+def v32(c: Config) -> ModelSpec:
+    indexer = IndexerSpec(
+        num_heads=need(c, "index_n_heads"), head_dim=need(c, "index_head_dim"), top_k=need(c, "index_topk")
+    )
+    need(c, "q_lora_rank")  # the indexer's queries come from it
+    return whole(c, noaux_router(c), indexer)
+
+
 def glm_lite(c: Config) -> ModelSpec:
     return v3({"first_k_dense_replace": 1, **c})
 
@@ -103,6 +112,21 @@ FAMILIES = (
         ignored=(r"(vision_tower|mm_projector|vision_model|multi_modal_projector)\..*",),
         mtp_past_end=True,
         layers_rule=f"{RULE} and i % moe_layer_freq == 0",
+    ),
+    Family(
+        name="deepseek_v32",
+        architectures=("DeepseekV32ForCausalLM",),
+        spec=v32,
+        names={
+            **NAMES,
+            **{
+                f"{LAYER}.self_attn.indexer.{part}": f"layers.{{i}}.attn.indexer.{part}"
+                for part in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+            },
+        },
+        mtp_past_end=True,
+        layers_rule=f"mlp_layer_types, else {RULE}",
+        note="index scores unrounded, as in transformers (the published kernels: 8 bits); ties by the device's top-k",
     ),
     Family(
         name="glm4_moe_lite",
