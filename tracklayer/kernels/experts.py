@@ -99,11 +99,13 @@ def fused_experts_ref(
     if spec.weight_on_input:
         weights_P1 = weights_TK.reshape(-1, 1) if order_P is None else weights_TK.reshape(-1, 1)[order_P]
         rows_PD = rows_PD * weights_P1.to(x_TD.dtype)
+    inner_PF = rows_PD.new_zeros(len(rows_PD), w13_EFD.shape[1])
+    for expert, start, end in runs:
+        _product(rows_PD, w13_EFD, bias13, expert, inner_PF, start, end)
+    hidden_PF = activate(inner_PF, spec)
     done_PD = torch.zeros_like(rows_PD)
     for expert, start, end in runs:
-        inner = F.linear(rows_PD[start:end], w13_EFD[expert], None if bias13 is None else bias13[expert])
-        hidden = activate(inner, spec)
-        done_PD[start:end] = F.linear(hidden, w2_EDF[expert], None if bias2 is None else bias2[expert])
+        _product(hidden_PF, w2_EDF, bias2, expert, done_PD, start, end)
     pairs_PD = done_PD
     if order_P is not None:
         pairs_PD = torch.empty_like(done_PD)
@@ -115,6 +117,14 @@ def fused_experts_ref(
     y_TD = torch.bmm(weights_TK[:, None].float(), pairs_TKD.float())[:, 0]
     y_TD = y_TD if spec.scale == 1.0 else y_TD * spec.scale
     return (y_TD if add_TD is None else add_TD.float() + y_TD).to(x_TD.dtype)
+
+
+def _product(a: Tensor, weights: Tensor, biases: Tensor | None, expert: int, out: Tensor, start: int, end: int) -> None:
+    """out[start:end] = a[start:end] @ weights[expert].T (+ biases[expert])."""
+    rows = out[start:end]
+    torch.mm(a[start:end], weights[expert].t(), out=rows)
+    if biases is not None:
+        rows += biases[expert]
 
 
 def _runs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor | None, list[tuple[int, int, int]]]:
