@@ -16,6 +16,7 @@ from tracklayer.layers.recurrent_spec import RecurrentSpec
 from tracklayer.layers.spec import AttentionSpec, MLASpec
 from tracklayer.models import listing
 from tracklayer.models.registry import resolve
+from tracklayer.models.weights import Loader
 
 EXAMPLES = listing.data("examples.json")
 
@@ -166,6 +167,20 @@ def test_fused_experts_load_as_single_ones(tmp_path):
         tensors[base + "down_proj"] = torch.stack([e["down"] for e in one])
     save_file(tensors, tmp_path / "model.safetensors")
     assert (routes_of(tiny_engine(tmp_path)) == before).all()
+
+
+def test_interleaved_projections_of_a_wrong_shape_or_asked_back_are_named(tmp_path):
+    tiny.save("qwen3_next", tmp_path)
+    name, whole = "model.layers.0.linear_attn.in_proj_ba.weight", tensors_of(tmp_path)
+    loader = Loader(tiny_engine(tmp_path).model.decoder, resolve(config_of("qwen3_next"))[0])
+    with pytest.raises(CheckpointError, match=f"{name}.*read back"):
+        loader.read(name)
+    save_file({**whole, name: whole[name][:5].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name}' of shape \[5, 32\]"):
+        tiny_engine(tmp_path)
+    save_file({**whole, name: whole[name][:, :30].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name}' has shape \[4, 30\]"):
+        tiny_engine(tmp_path)
 
 
 def test_a_missing_interleaved_projection_is_named(tmp_path):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tracklayer.config import load_model_config
@@ -22,6 +22,7 @@ from tracklayer.models.decoder import Decoder
 from tracklayer.models.dequant import dequantised
 from tracklayer.models.spec import Family, Split
 
+INDEX = "model.safetensors.index.json"
 ALWAYS_IGNORED = (r".*rotary_emb\.inv_freq",)
 
 
@@ -31,19 +32,28 @@ def checkpoint_tensors(path: str) -> Iterator[tuple[str, Tensor]]:
     Raises CheckpointError when there is no safetensors file or an index names one that is not there.
     """
     folder = Path(path)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(folder / name for name in set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    index = folder / INDEX
+    files = _indexed(index) if index.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{path!r} holds no *.safetensors file; convert the checkpoint, or use load_format=dummy")
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{index} names {file.name}, which is not there: the download is incomplete")
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
-                yield name, handle.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
+                    yield name, handle.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, in its folder. Raises CheckpointError for an index of another form."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(index.parent / name for name in names)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
 
 
 class NameTable:
@@ -125,7 +135,14 @@ class Loader:
         for theirs, tensor in tensors:
             for pattern, split in self.splits:
                 if match := pattern.fullmatch(theirs):
-                    for ours, piece in zip(split.targets, split.cut(tensor, self.spec), strict=True):
+                    try:
+                        pieces = split.cut(tensor, self.spec)
+                    except RuntimeError as error:
+                        raise CheckpointError(
+                            f"tensor {theirs!r} of shape {list(tensor.shape)} can not be cut into {len(split.targets)} "
+                            f"parts of the {self.family.name} model: {error}"
+                        ) from error
+                    for ours, piece in zip(split.targets, pieces, strict=True):
                         yield theirs, ours.format(**match.groupdict()), piece
                     break
             else:
@@ -134,6 +151,10 @@ class Loader:
     def read(self, theirs: str) -> Tensor:
         """The weights of a checkpoint tensor as they are now. Raises CheckpointError for a name that is not loaded."""
         ours = self.names.ours(theirs)
+        if any(pattern.fullmatch(theirs) for pattern, _ in self.splits):
+            raise CheckpointError(
+                f"weight {theirs!r} is kept as several parts and can not be read back as it was loaded"
+            )
         if ours is None or ours not in self.parts:
             raise CheckpointError(f"there is no weight {theirs!r} in the {self.family.name} model")
         return self.parts[ours][0]
