@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tracklayer.errors import IncompleteRoutes
-from tracklayer.routes.pool import RoutePool, RouteShape
+from tracklayer.routes.forms import RouteShape
+from tracklayer.routes.pool import RoutePool
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,7 @@ def test_narrowest_type_with_room_for_the_sentinel(num_experts, top_k, dtype, se
     made = pool(num_experts, top_k)
     assert made.tensor_SLK.dtype == dtype and made.sentinel == sentinel
     assert (made.tensor_SLK == sentinel).all(), "a new pool holds no row"
-    assert made.shape.bytes_per_slot == 3 * top_k * dtype.itemsize
+    assert made.shape.bytes_per_token == 3 * top_k * dtype.itemsize
 
 
 def test_gather_of_several_requests():

@@ -87,7 +87,7 @@ def _allocate(config: EngineConfig, model: LoadedModel, max_step_tokens: int) ->
     attentions, recurrents = model.decoder.attentions, model.decoder.recurrents
     routes = model.route_shape if config.enable_return_routed_experts else None
     kv_bytes = kv_bytes_per_slot(attentions, model.dtype)
-    per_slot = kv_bytes + (routes.bytes_per_slot if routes else 0)
+    per_slot = kv_bytes + (routes.bytes_per_token if routes else 0)
     reserve = _activation_bytes(model, max_step_tokens) if model.device.type == "cuda" else 0
     state_bytes = (config.max_running_requests + 1) * state_bytes_per_row(recurrents, model.dtype)
     budget = available_bytes(model.device, config.mem_fraction_static) - reserve - state_bytes
@@ -127,7 +127,7 @@ def _activation_bytes(model: LoadedModel, num_tokens: int) -> int:
 
 
 def _info(config: EngineConfig, model: LoadedModel, sizes: SchedulerConfig) -> EngineInfo:
-    hf, routers = model.hf_config, model.spec.routers
+    hf, routes = model.hf_config, model.route_shape
     return EngineInfo(
         model_path=config.model_path,
         architecture=hf["architectures"][0],
@@ -140,9 +140,9 @@ def _info(config: EngineConfig, model: LoadedModel, sizes: SchedulerConfig) -> E
         max_request_tokens=sizes.max_request_tokens,
         recording=config.enable_return_routed_experts,
         num_layers=len(model.spec.layers),
-        layer_ids=model.spec.moe_layers,
-        num_experts=max((r.num_logits for r in routers), default=0),
-        top_k=max((r.top_k for r in routers), default=0),
+        layer_ids=routes.layer_ids,
+        num_experts=routes.num_experts,
+        top_k=routes.top_k,
         eos_token_ids=eos_token_ids(config.model_path, hf),
     )
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tracklayer.errors import UserError
-from tracklayer.routes.record import Routes
+from tracklayer.routes.record import Routes, narrow_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,20 @@ class RouteShape:
             num_experts=routes.num_experts,
             num_hidden_layers=num_hidden_layers,
         )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type in which ids are kept (`narrow_dtype`)."""
+        return narrow_dtype(self.num_experts, self.top_k)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's rows, [L, K]."""
+        return len(self.layer_ids) * self.top_k * self.dtype.itemsize
+
+    def fits(self, routes: Routes) -> bool:
+        """Whether `routes` are of this model."""
+        return RouteShape.of(routes, self.num_hidden_layers) == self
 
     def columns(self, layers: str) -> int:
         """Length of the layer axis: "moe" is L, "all" is H."""

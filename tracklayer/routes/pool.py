@@ -8,45 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tracklayer.errors import IncompleteRoutes
 from tracklayer.kernels.rows import fill_rows, gather_rows
-from tracklayer.routes.record import fill_value, narrow_dtype
-
-Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteShape:
-    """What a model's pool looks like: decoder layer index of each column, widest top_k, ids below num_experts."""
-
-    layer_ids: tuple[int, ...]
-    top_k: int
-    num_experts: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.from_numpy(np.empty(0, narrow_dtype(self.num_experts, self.top_k))).dtype
-
-    @property
-    def bytes_per_slot(self) -> int:
-        return len(self.layer_ids) * self.top_k * self.dtype.itemsize
+from tracklayer.routes.forms import RouteShape
+from tracklayer.routes.record import Array, fill_value
 
 
 class RoutePool:
-    """Device tensor [S, L, K] of ids; `fill` marks rows before a forward, `gather` brings them home at the end."""
+    """Device tensor [S, L, K] in `shape.dtype`; `fill` marks rows before a forward, `gather` brings them home."""
 
     def __init__(self, num_slots: int, shape: RouteShape, device: torch.device) -> None:
         self.shape = shape
-        self.sentinel = fill_value(narrow_dtype(shape.num_experts, shape.top_k))
+        self.sentinel = fill_value(shape.dtype)
         size = (num_slots, len(shape.layer_ids), shape.top_k)
-        self.tensor_SLK = torch.full(size, self.sentinel, dtype=shape.dtype, device=device)
+        self.tensor_SLK = torch.full(size, self.sentinel, dtype=getattr(torch, shape.dtype.name), device=device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._copies is not None:
             _warm_pinned_memory()

@@ -98,7 +98,7 @@ def from_sglang(
         return _empty(shape, start)
     if isinstance(payload, Mapping):  # this package's server, asked for routed_experts_format "packed"
         packed = decode_packed(payload)
-        if (packed.layer_ids, packed.top_k, packed.num_experts) != (shape.layer_ids, shape.top_k, shape.num_experts):
+        if not shape.fits(packed):
             raise UserError(f"the reply has {packed!r}, not routes of {shape}")
         return packed
     length = num_tokens if num_tokens is not None else _sequence_length(reply, choice)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from tracklayer.errors import UserError
 from tracklayer.routes.forms import RouteShape
-from tracklayer.routes.record import Array, Routes, narrow_dtype
+from tracklayer.routes.record import Array, Routes
 
 FORMAT = "tracklayer.routes/1"
 TYPE_NAMES = {"U8": np.uint8, "I16": np.int16, "I32": np.int32, "I64": np.int64}
@@ -55,7 +55,6 @@ class RouteWriter:
         self.shape = shape
         self._partial = self.path.with_name(self.path.name + ".partial")
         self._described = _describe(shape, metadata or {})
-        self._dtype = narrow_dtype(shape.num_experts, shape.top_k)
         self._row_offsets, self._starts = [0], list[int]()
         self._token_ids: list[Array] | None = [] if with_tokens else None
         self._header_bytes = len(_header(self._tensors(LARGEST, LARGEST, LARGEST), self._described))
@@ -65,11 +64,7 @@ class RouteWriter:
     def add(self, routes: Routes, token_ids: npt.ArrayLike | None = None) -> None:
         """Append one sample; `token_ids` are all tokens of its sequence, of which the rows cover start .. stop."""
         sample = len(self._starts)
-        if (routes.layer_ids, routes.top_k, routes.num_experts) != (
-            self.shape.layer_ids,
-            self.shape.top_k,
-            self.shape.num_experts,
-        ):
+        if not self.shape.fits(routes):
             raise UserError(f"sample {sample} is of another model: {routes!r} in a file of {self.shape}")
         if (token_ids is None) != (self._token_ids is None):
             raise UserError(f"sample {sample}: token ids are given for all samples (with_tokens=True) or for none")
@@ -84,7 +79,7 @@ class RouteWriter:
 
     def _tensors(self, rows: int, samples: int, tokens: int) -> list[tuple[str, str, tuple[int, ...], int]]:
         """Name, type, shape and bytes of each tensor, in the order in which they lie in the file."""
-        type_name = next(name for name, kind in TYPE_NAMES.items() if kind == self._dtype)
+        type_name = next(name for name, kind in TYPE_NAMES.items() if kind == self.shape.dtype)
         shape = (rows, len(self.shape.layer_ids), self.shape.top_k)
         tensors: list[tuple[str, str, tuple[int, ...]]] = [
             ("experts", type_name, shape),
@@ -93,9 +88,7 @@ class RouteWriter:
         ]
         if self._token_ids is not None:
             tensors += [("token_ids", "I32", (tokens,)), ("token_offsets", "I64", (samples + 1,))]
-        return [
-            (name, kind, size, math.prod(size) * np.dtype(TYPE_NAMES[kind]).itemsize) for name, kind, size in tensors
-        ]
+        return [(name, kind, size, _size_bytes(kind, size)) for name, kind, size in tensors]
 
     def close(self) -> None:
         """Write the small arrays and the header, and give the file its name."""

@@ -14,7 +14,8 @@ from tracklayer.errors import UserError
 from tracklayer.kernels.rows import copy_slots
 from tracklayer.layers.recurrent_spec import Kept, RecurrentSpec
 from tracklayer.layers.spec import KVLayout
-from tracklayer.routes.pool import RoutePool, RouteShape
+from tracklayer.routes.forms import RouteShape
+from tracklayer.routes.pool import RoutePool
 
 CPU_CACHE_BYTES = 2 << 30
 

@@ -15,7 +15,7 @@ from tracklayer.models.decoder import Decoder
 from tracklayer.models.registry import resolve
 from tracklayer.models.spec import Family, ModelSpec
 from tracklayer.models.weights import Loader, checkpoint_tensors, dummy_weights, load_weights
-from tracklayer.routes.pool import RouteShape
+from tracklayer.routes.forms import RouteShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,13 @@ class LoadedModel:
 
     @property
     def route_shape(self) -> RouteShape:
+        """Of the model's routes: widest top_k and largest expert count of its routers; zeros for a dense model."""
         routers = self.spec.routers
         return RouteShape(
             layer_ids=self.spec.moe_layers,
-            top_k=max(r.top_k for r in routers),
-            num_experts=max(r.num_logits for r in routers),
+            top_k=max((r.top_k for r in routers), default=0),
+            num_experts=max((r.num_logits for r in routers), default=0),
+            num_hidden_layers=len(self.spec.layers),
         )
 
     def loader(self, *, dry: bool = False) -> Loader:
