@@ -1,6 +1,6 @@
 # make demo   build the demonstration model, serve it, ask it, check every returned route
 # make test   the whole test suite
-# make lint   ruff and mypy
+# make lint   ruff, mypy, and the scan for routers without a layer
 # Each creates .venv and installs what it needs the first time, and again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -29,6 +29,7 @@ lint: .venv/.dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m tracklayer.cli scan tracklayer
 
 .venv/.base:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Tracklayer needs Python 3.11 or newer")'

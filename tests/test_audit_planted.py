@@ -26,7 +26,7 @@ def test_names_the_planted_fault(fault: str, planter: Planter, tokens: int) -> N
     assert report.status == 1
 
 
-@pytest.mark.parametrize("tokens", [64, 1024])
+@pytest.mark.parametrize("tokens", [64, 4096])
 @pytest.mark.parametrize("planter", TRUNCATED["truncated ids"], ids=lambda p: p.__name__)
 def test_names_truncated_ids(planter: Planter, tokens: int) -> None:
     w = world(seed=3, experts=384, top_k=8, layers=3)
