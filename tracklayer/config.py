@@ -88,11 +88,13 @@ def load_model_config(path: str, override: str = "{}") -> dict[str, Any]:
         )
     try:
         config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, got {type(config).__name__}")
     try:
         extra = json.loads(override)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"json_model_override_args is not valid JSON: {error}") from error
     if not isinstance(extra, dict):
         raise UserError(f"json_model_override_args must be a JSON object, got {override!r}")

@@ -21,6 +21,8 @@ from tracklayer.errors import UserError
 
 TOP_K_ALL = 1 << 30
 GREEDY_BELOW = 1e-6
+INT64_MAX = (1 << 63) - 1
+LARGEST_BIAS = 1e30  # a float32 with room for a sum
 
 
 def _number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
@@ -71,6 +73,13 @@ class SamplingParams:
     stream_interval: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_regex", "stop_token_ids"):  # one value or several
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, (str, int)) else tuple(value or ()))
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias or ()
+        for token, value in bias:
+            _number(f"logit_bias of token {token}", value, -LARGEST_BIAS, LARGEST_BIAS)
+        object.__setattr__(self, "logit_bias", tuple((int(token), float(value)) for token, value in bias))
         if self.max_new_tokens is not None:
             _integer("max_new_tokens", self.max_new_tokens, 0)
         _integer("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
@@ -78,18 +87,21 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         if self.top_k != -1:
-            _integer("top_k", self.top_k, 1)
+            _integer("top_k", self.top_k, 1, INT64_MAX)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
         _integer("n", self.n, 1)
         if self.sampling_seed is not None:
-            _integer("sampling_seed", self.sampling_seed, -(1 << 63), (1 << 63) - 1)
+            _integer("sampling_seed", self.sampling_seed, -INT64_MAX - 1, INT64_MAX)
         if self.stream_interval is not None:
-            _integer("stream_interval", self.stream_interval, 1)
+            _integer("stream_interval", self.stream_interval, 1, INT64_MAX)
         for name in ("stop", "stop_regex"):
             if len(getattr(self, name)) > 32:
                 raise UserError(f"{name} takes at most 32 entries, got {len(getattr(self, name))}")
+            for entry in getattr(self, name):
+                if not isinstance(entry, str):
+                    raise UserError(f"{name} must hold strings, got {entry!r}")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
         grammars = [g for g in ("json_schema", "regex", "ebnf", "structural_tag") if getattr(self, g)]
@@ -115,12 +127,6 @@ class SamplingParams:
         for key in raw:
             if key not in known:
                 raise UserError(f"unknown field `{key}`, expected one of {', '.join(sorted(known))}")
-        for key in ("stop", "stop_regex", "stop_token_ids"):
-            if key in raw:
-                value = raw[key]
-                raw[key] = (value,) if isinstance(value, (str, int)) else tuple(value)
-        if raw.get("logit_bias") is not None:
-            raw["logit_bias"] = tuple((int(k), float(v)) for k, v in dict(raw["logit_bias"]).items())
         return cls(**raw)
 
 

@@ -110,6 +110,8 @@ class Operations:
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """First `truncate_size` rows of a checkpoint tensor as it is now, by its checkpoint name."""
+        if not isinstance(name, str) or not isinstance(truncate_size, int) or truncate_size < 0:
+            raise UserError(f"a weight has a name and a number of rows of 0 or more, got {name!r}, {truncate_size!r}")
         loader = self.core.model.loader()
         return loader.read(name)[:truncate_size].float().cpu().tolist()
 
@@ -147,7 +149,7 @@ class Controls:
                 return
             except StopIteration as stop:
                 future.set_result(stop.value)
-            except (TracklayerError, OSError) as error:
+            except (TracklayerError, TypeError, OSError) as error:
                 future.set_exception(error)
             self.waiting.pop(0)
 

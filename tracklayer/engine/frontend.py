@@ -181,7 +181,12 @@ class TextFrontend:
         for sample in samples:
             self._samples[sample.rid] = (sample, running)
             self.observer.submitted(sample)
-        self.client.submit(requests)
+        try:
+            self.client.submit(requests)
+        except BaseException:  # nothing will ever be heard of them: their ids must not stay taken
+            for sample in samples:
+                self._ended(sample)
+            raise
         return running
 
     async def _encode(self, prompts: list[Prompt]) -> None:

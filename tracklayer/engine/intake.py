@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tracklayer.engine.call_check import check_fields, plain_ids
 from tracklayer.engine.client import EngineInfo
 from tracklayer.engine.detokenizer import compile_pattern
 from tracklayer.engine.sampling import is_int, parse_sampling, short
@@ -49,6 +50,10 @@ class GenerateCall:
     priority: int | None = None
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.input_ids = plain_ids(self.input_ids)
 
     @property
     def batched(self) -> bool:
@@ -132,6 +137,9 @@ class Intake:
         if call.routed_experts_start_len < 0:
             raise UserError(f"routed_experts_start_len must be >= 0, got {call.routed_experts_start_len}")
         given = _given_lists(call.token_ids_logprob, count)
+        top = [_pick(call.top_logprobs_num, i, count, "top_logprobs_num", 0) for i in range(count)]
+        if max(top) > self.info.vocab_size:
+            raise UserError(f"top_logprobs_num must be at most {self.info.vocab_size} (the vocabulary), got {max(top)}")
         return [
             Prompt(
                 index=i,
@@ -141,7 +149,7 @@ class Intake:
                 sampling=sampling[i],
                 return_logprob=bool(_pick(call.return_logprob, i, count, "return_logprob", False)),
                 logprob_start_len=_pick(call.logprob_start_len, i, count, "logprob_start_len", -1),
-                top_logprobs_num=_pick(call.top_logprobs_num, i, count, "top_logprobs_num", 0),
+                top_logprobs_num=top[i],
                 token_ids_logprob=self._vocabulary(given[i], "token_ids_logprob"),
                 cache_key=_cache_key(call, i, count),
             )
@@ -333,4 +341,5 @@ def _cache_key(call: GenerateCall, i: int, count: int) -> str:
                 raise UserError(f"{name} has {len(value)} entries for {count} prompts")
             value = value[i]
         parts.append(value or "")
-    return "\x1f".join(parts) if any(parts) else ""
+    extra, salt = parts
+    return f"{len(extra)}:{extra}{salt}" if extra or salt else ""  # the length keeps pairs with equal joins apart

@@ -83,6 +83,9 @@ class ControlPlane:
         weight_version: str | None = None,
     ) -> Outcome:
         """Load other weights of the same architecture. Not paused: waits until what runs has ended."""
+        for name, value in (("model_path", model_path), ("weight_version", weight_version or "")):
+            if not isinstance(value, str):
+                raise UserError(f"{name} must be a string, got {value!r}")
         if load_format not in (None, "auto", "safetensors"):
             return False, f"load_format {load_format!r} is not available: weights are read from safetensors files"
         async with self._updating:
@@ -112,6 +115,8 @@ class ControlPlane:
             raise UserError(f"{path!r} lies outside the directory that --weight-paths allows")
 
     async def update_weight_version(self, new_version: str, *, abort_all_requests: bool = True) -> Outcome:
+        if not isinstance(new_version, str):
+            raise UserError(f"new_version must be a string, got {new_version!r}")
         await self.frontend.control(
             "update_weight_version", new_version=new_version, abort_all_requests=abort_all_requests
         )

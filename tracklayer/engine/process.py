@@ -148,6 +148,7 @@ class EngineProcess:
 
     def control(self, name: str, /, **arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a caller that stops waiting can not cancel it
         with self._lock:
             dead, number = self._dead, next(self._numbers)
             if dead is None:

@@ -63,6 +63,7 @@ class EngineThread:
 
     def control(self, name: str, /, **arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a caller that stops waiting can not cancel it
         if not self.alive():
             future.set_exception(TracklayerError(f"the engine is not running: {self._death or 'it was shut down'}"))
             return future

@@ -1,0 +1,90 @@
+"""Control of a running engine by callers who ask for nonsense, or stop waiting: it lives on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+import pytest
+import tiny
+from engine_tools import SMALL
+
+import tracklayer
+from tracklayer.errors import UserError
+
+GREEDY = {"temperature": 0, "max_new_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    tiny.save("qwen3_moe", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    with tracklayer.Engine(str(checkpoint), skip_tokenizer_init=True, **SMALL) as engine:
+        yield engine
+
+
+def lives(engine) -> bool:
+    return len(engine.generate(input_ids=[1, 2], sampling_params=GREEDY)["output_ids"]) > 0
+
+
+BROKEN = {
+    "not safetensors": ("model.safetensors", b"\xff" * 100),
+    "empty": ("model.safetensors", b""),
+    "cut short": ("model.safetensors", None),
+    "index: not JSON": ("model.safetensors.index.json", b"{"),
+    "index: a list": ("model.safetensors.index.json", b"[]"),
+    "index: no map": ("model.safetensors.index.json", b"{}"),
+    "index: numbers": ("model.safetensors.index.json", b'{"weight_map": {"a": 5}}'),
+    "config: a list": ("config.json", b"[]"),
+    "config: not UTF-8": ("config.json", b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_is_refused_and_the_weights_stay(engine, checkpoint, tmp_path, name):
+    file, content = BROKEN[name]
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoint, folder)
+    (folder / file).write_bytes(content if content is not None else (folder / file).read_bytes()[:-100])
+    before = engine.generate(input_ids=[1, 2], sampling_params=GREEDY)["output_ids"]
+    success, message = engine.update_weights_from_disk(str(folder))
+    assert not success and file in message
+    assert engine.generate(input_ids=[1, 2], sampling_params=GREEDY)["output_ids"] == before
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda engine: engine.update_weights_from_disk(5),
+        lambda engine: engine.update_weight_version(None),
+        lambda engine: engine.get_weights_by_name(5),
+        lambda engine: engine.get_weights_by_name("lm_head.weight", 1.5),
+        lambda engine: engine.get_weights_by_name("lm_head.weight", -1),
+    ],
+)
+def test_values_of_the_wrong_kind(engine, ask):
+    with pytest.raises(UserError):
+        ask(engine)
+    assert lives(engine)
+
+
+def test_a_caller_that_stops_waiting_does_not_harm_the_engine(engine, monkeypatch):
+    """server_info waits a second for the engine; a long step makes it give up."""
+    step = engine._client.core.step
+
+    def slow():
+        time.sleep(1.5)
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._client.core, "step", slow)
+        stream = engine.generate(input_ids=[1, 2], sampling_params=GREEDY, stream=True)
+        next(stream)
+        assert engine.get_server_info()["internal_states"]
+        stream.close()
+    assert lives(engine)
