@@ -116,9 +116,9 @@ def test_flags_of_others_are_translated_warned_about_or_refused():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config, text = engine_options(
-            {"model": "m", "tp": 2, "attention_backend": "fa3", "dp_size": 1, "log_level": "x"}
+            {"model": "m", "max_num_seqs": 7, "attention_backend": "fa3", "dp_size": 1, "log_level": "x"}
         )
-    assert config == EngineConfig(model_path="m", tp_size=2) and text == {"log_level": "x"}
+    assert config == EngineConfig(model_path="m", max_running_requests=7) and text == {"log_level": "x"}
     assert [str(w.message).split()[0] for w in caught] == ["--attention-backend"]
     with pytest.raises(UserError, match="--quantization fp8"):
         engine_options({"quantization": "fp8"})

@@ -118,6 +118,8 @@ def test_bad_values_name_themselves(source):
         make_core(source, context_length=4096)
     with pytest.raises(UserError, match="page_size must be a positive integer, got 0"):
         make_core(source, page_size=0)
+    with pytest.raises(UserError, match="tp_size 2 was asked for, but an engine runs on one device"):
+        make_core(source, tp_size=2)
     with pytest.raises(UserError, match="router_dtype must be one of"):
         make_core(source, router_dtype="float64")
     with pytest.raises(UserError, match="not valid JSON"):

@@ -56,8 +56,8 @@ class EngineConfig:
         None, "seed of dummy weights and of requests without a seed of their own; default: random"
     )
     weight_version: str = flag("default", "version name of the weights loaded at start")
-    tp_size: int = flag(1, "tensor-parallel ranks")
-    ep_size: int = flag(1, "expert-parallel ranks")
+    tp_size: int = flag(1, "tensor-parallel ranks (one device: 1)")
+    ep_size: int = flag(1, "expert-parallel ranks (one device: 1)")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -68,6 +68,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("tp_size", "ep_size"):
+            wanted = getattr(self, name)
+            if wanted > 1:
+                raise UserError(f"{name} {wanted} was asked for, but an engine runs on one device; use {name} 1")
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise UserError(f"mem_fraction_static must lie between 0 and 1, got {self.mem_fraction_static!r}")
         chunk = self.chunked_prefill_size
