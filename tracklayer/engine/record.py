@@ -26,7 +26,6 @@ class Record:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     input_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    sent_logprobs: int = 0
     saved: list[PendingRoutes] = field(default_factory=list)
     num_output: int = 0
 

@@ -7,7 +7,9 @@ R (scratch), length 1, slot 0, so that they write to page 0 of KV and pool and w
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,30 @@ from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.rows import Rows
 from tracklayer.runner.runs import decode_run
 from tracklayer.types import Share
+
+S = TypeVar("S")
+Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+
+
+def capture_each(sizes: Sequence[S], load: Callable[[S], None], forward: Callable[[S], Tensor]) -> dict[S, Captured]:
+    """Graphs of `forward` by size, with their static outputs: last size first, in one memory pool.
+
+    `load` fills the static inputs of a size. Each forward runs once before, so that its kernels are compiled and tuned.
+    """
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    captured: dict[S, Captured] = {}
+    for size in reversed(sizes):
+        load(size)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            forward(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = forward(size)
+        captured[size] = (graph, output)
+    torch.cuda.synchronize()
+    return captured
 
 
 def ladder(largest: int) -> list[int]:
@@ -61,26 +87,15 @@ class DecodeGraphs:
         self.decoder, self.rows, self.caches = decoder, rows, caches
         self.sizes = sizes
         self.buffers = GraphBuffers.allocate(sizes[-1], device)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[int, Captured] = {}
         self.capture_seconds = 0.0
         self.capture_bytes = 0
 
     def capture(self) -> None:
-        """Capture every size, largest first, in one memory pool. Records seconds and bytes."""
+        """Capture every size. Records seconds and bytes."""
         began, free_before = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
-        for size in reversed(self.sizes):
-            self.buffers.load([], size, self.rows.scratch)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self.forward(size)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits_BV = self.forward(size)
-            self.graphs[size] = (graph, logits_BV)
-        torch.cuda.synchronize()
+        scratch = self.rows.scratch
+        self.graphs = capture_each(self.sizes, lambda size: self.buffers.load([], size, scratch), self.forward)
         self.capture_seconds = time.perf_counter() - began
         self.capture_bytes = free_before - torch.cuda.mem_get_info()[0]
 

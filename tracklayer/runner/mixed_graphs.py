@@ -7,7 +7,6 @@ with the final hidden states; which of them are sampled differs from step to ste
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 from tracklayer.layers.batch import Batch
 from tracklayer.models.decoder import Decoder
 from tracklayer.runner.batch import ALIGN, upload
+from tracklayer.runner.graphs import Captured, capture_each
 from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.rows import Rows
 from tracklayer.types import Share, StepPlan
@@ -90,27 +90,14 @@ class MixedGraphs:
         self.decoder, self.rows, self.caches, self.device = decoder, rows, caches, device
         self.sizes = sizes
         self.buffers = {size: MixedBuffers.allocate(size, device) for size in sizes}
-        self.graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.capture_seconds = 0.0
+        self.graphs: dict[Size, Captured] = {}
 
     def capture(self) -> None:
-        """Capture every size, largest first, in one memory pool."""
-        began = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
-        nothing = StepPlan(0, [], np.empty((0, 2), np.int32))
-        for size in reversed(self.sizes):
-            self.buffers[size].load(nothing, 0, size, self.rows.scratch)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self.forward(size)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                hidden_TD = self.forward(size)
-            self.graphs[size] = (graph, hidden_TD)
-        torch.cuda.synchronize()
-        self.capture_seconds = time.perf_counter() - began
+        """Capture every size."""
+        nothing, scratch = StepPlan(0, [], np.empty((0, 2), np.int32)), self.rows.scratch
+        self.graphs = capture_each(
+            self.sizes, lambda size: self.buffers[size].load(nothing, 0, size, scratch), self.forward
+        )
 
     def forward(self, size: Size) -> Tensor:
         """One step over the buffers of `size` -> final hidden states [D + T, width]. This is what a graph holds."""
