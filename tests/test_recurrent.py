@@ -22,7 +22,7 @@ from tracklayer.layers.scans import channel_scan, delta_rule, linear_attention
 from tracklayer.runner.kv_cache import Caches, state_bytes_per_row
 from tracklayer.runner.runs import decode_run, group, run_arrays, runs_of
 
-LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 131]
+LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 131, 300, 1100]
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
