@@ -33,10 +33,10 @@ def test_switches_take_an_optional_word():
 
 
 def test_vllm_and_sglang_names():
-    words = "--tensor-parallel-size 2 --gpu-memory-utilization 0.9 --max-model-len 64 --seed 3 --max-num-seqs 7"
+    words = "--tensor-parallel-size 1 --gpu-memory-utilization 0.9 --max-model-len 64 --seed 3 --max-num-seqs 7"
     launch = parse(["m", *words.split(), "--enforce-eager", "--no-enable-prefix-caching"])
     want = EngineConfig(
-        model_path="m", tp_size=2, mem_fraction_static=0.9, context_length=64, random_seed=3, disable_cuda_graph=True,
+        model_path="m", tp_size=1, mem_fraction_static=0.9, context_length=64, random_seed=3, disable_cuda_graph=True,
         disable_radix_cache=True, max_running_requests=7,
     )  # fmt: skip
     assert launch.engine == want
