@@ -17,7 +17,16 @@ from tracklayer.errors import SelfTestError, UserError
 from tracklayer.layers import recurrent
 from tracklayer.layers.batch import Batch, Run
 from tracklayer.layers.mixers import recurrent_mixer
-from tracklayer.layers.recurrent_spec import GatedDeltaSpec, Kept, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from tracklayer.layers.recurrent_spec import (
+    GatedDeltaSpec,
+    KDASpec,
+    Kept,
+    LightningSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    RecurrentSpec,
+    ShortConvSpec,
+)
 from tracklayer.layers.scans import channel_scan, delta_rule, linear_attention
 from tracklayer.runner.kv_cache import Caches, state_bytes_per_row
 from tracklayer.runner.runs import decode_run, group, run_arrays, runs_of
@@ -119,6 +128,10 @@ MIXERS: list[RecurrentSpec] = [
     GatedDeltaSpec(num_heads=4, num_key_heads=2, key_dim=6, value_dim=5, conv=4),
     Mamba2Spec(num_heads=4, head_dim=5, state=6, groups=2, conv=3),
     ShortConvSpec(width=12, conv=3),
+    KDASpec(num_heads=3, head_dim=6, conv=4),
+    KDASpec(num_heads=3, head_dim=6, conv=2, low_rank=True, lower_bound=-5.0),
+    Mamba1Spec(width=18, state=5, dt_rank=3, conv=4),
+    LightningSpec(num_heads=4, head_dim=6, log_decays=(-0.5, -0.25, -0.1, 0.0), groups=2),
 ]
 
 
