@@ -100,6 +100,14 @@ def test_not_a_checkpoint(tmp_path):
         make_core(tmp_path)
 
 
+def test_a_broken_generation_config_is_named(tmp_path):
+    tiny.save("qwen3_moe", tmp_path)
+    for text, words in (("{", "not valid JSON"), ("[]", "must hold a JSON object, got list")):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=f"generation_config.json.*{words}"):
+            make_core(tmp_path)
+
+
 def test_unknown_architecture_lists_the_known(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["NopeForCausalLM"]}')
     with pytest.raises(CheckpointError, match=r"'NopeForCausalLM' is not known; known are:.*Qwen3MoeForCausalLM"):

@@ -21,6 +21,23 @@ def flag(default: Any, text: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": text, **extra})
 
 
+def check_choices(config: Any) -> None:
+    """Raise UserError for a field of a dataclass of flags that is none of its choices."""
+    for f in fields(config):
+        value, choices = getattr(config, f.name), f.metadata.get("choices")
+        if choices and value not in choices:
+            known = ", ".join(choice for choice in choices if choice is not None)
+            raise UserError(f"{f.name} must be one of {known}; got {value!r}")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raise UserError for a field of these that is neither None nor a positive integer."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UserError(f"{name} must be a positive integer, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that shapes an engine. Names are SGLang's where it has one."""
@@ -60,14 +77,10 @@ class EngineConfig:
     ep_size: int = flag(1, "expert-parallel ranks (one device: 1)")
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            choices = f.metadata.get("choices")
-            if choices and getattr(self, f.name) not in choices:
-                raise UserError(f"{f.name} must be one of {', '.join(choices)}; got {getattr(self, f.name)!r}")
-        for name in ("page_size", "max_running_requests", "max_total_tokens", "context_length", "tp_size", "ep_size"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UserError(f"{name} must be a positive integer, got {value!r}")
+        check_choices(self)
+        check_positive(
+            self, "page_size", "max_running_requests", "max_total_tokens", "context_length", "tp_size", "ep_size"
+        )
         for name in ("tp_size", "ep_size"):
             wanted = getattr(self, name)
             if wanted > 1:
@@ -90,12 +103,7 @@ def load_model_config(path: str, override: str = "{}") -> dict[str, Any]:
             f"{path!r} is not a checkpoint directory: no config.json in it. "
             "Give a local directory that holds config.json and *.safetensors"
         )
-    try:
-        config = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, got {type(config).__name__}")
+    config = _read_object(file)
     try:
         extra = json.loads(override)
     except (ValueError, RecursionError) as error:
@@ -103,6 +111,22 @@ def load_model_config(path: str, override: str = "{}") -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise UserError(f"json_model_override_args must be a JSON object, got {override!r}")
     return {**config, **extra}
+
+
+def load_generation_config(path: str) -> dict[str, Any]:
+    """The checkpoint's generation_config.json as a dict, empty when it has none. Raises CheckpointError."""
+    file = Path(path) / "generation_config.json"
+    return _read_object(file) if file.is_file() else {}
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, got {type(value).__name__}")
+    return value
 
 
 def cache_dir() -> Path:

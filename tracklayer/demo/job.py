@@ -1,7 +1,7 @@
 """`tracklayer demo`: build the model, serve it, ask it over HTTP, check every returned route, show what came.
 
 Steps: build (demo/model.py), serve and ask (demo/client.py), check (demo/check.py), show (demo/show.py).
-The last line printed is one JSON object: requests, tokens, rows, complete, agreement, ties.
+The last line printed is one JSON object (`summary`).
 """
 
 from __future__ import annotations

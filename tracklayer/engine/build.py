@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tracklayer.config import EngineConfig
+from tracklayer.config import EngineConfig, load_generation_config
 from tracklayer.engine.client import EngineInfo
 from tracklayer.errors import UserError
 from tracklayer.runner.kv_cache import (
@@ -150,9 +148,7 @@ def _info(config: EngineConfig, model: LoadedModel, sizes: SchedulerConfig) -> E
 def eos_token_ids(model_path: str, hf_config: dict[str, Any]) -> tuple[int, ...]:
     """All EOS ids that generation_config.json and config.json name."""
     found: list[int] = []
-    file = Path(model_path) / "generation_config.json"
-    generation = json.loads(file.read_text()) if file.is_file() else {}
-    for source in (generation, hf_config, hf_config.get("text_config") or {}):
+    for source in (load_generation_config(model_path), hf_config, hf_config.get("text_config") or {}):
         value = source.get("eos_token_id")
         found += [] if value is None else value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(found))

@@ -46,12 +46,7 @@ class Operations:
         self.core.paused = False
 
     def abort_all(self) -> None:
-        for rid in list(self.core.records):
-            self.core.abort(rid)
-
-    def abort_prefix(self, prefix: str) -> None:
-        """Abort every request whose id starts with `prefix`."""
-        for rid in [rid for rid in self.core.records if rid.startswith(prefix)]:
+        for rid in [*self.core.records, *self.core.compiling]:
             self.core.abort(rid)
 
     def loads(self) -> dict[str, Any]:

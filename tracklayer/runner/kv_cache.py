@@ -102,6 +102,6 @@ def choose_num_slots(
     if usable < page_size:
         raise UserError(
             f"no room for a KV cache: {budget_bytes / 2**20:.0f} MiB are left beside the weights, one page needs "
-            f"{per_slot_bytes * page_size / 2**20:.1f}; raise --mem-fraction-static or use more GPUs"
+            f"{per_slot_bytes * page_size / 2**20:.1f}; raise --mem-fraction-static or use a larger GPU"
         )
     return (usable // page_size + 1) * page_size

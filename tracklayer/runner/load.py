@@ -108,7 +108,7 @@ def load_model(config: EngineConfig, seed: int) -> LoadedModel:
         free, total = torch.cuda.mem_get_info(device)
         raise UserError(
             f"the weights of {family.name} do not fit: {free / 2**30:.1f} of {total / 2**30:.1f} GiB were free; "
-            "use a smaller dtype or more GPUs (--tp-size)"
+            "use a smaller dtype or a larger GPU"
         ) from error
     if config.load_format == "dummy":
         dummy_weights(decoder, seed)

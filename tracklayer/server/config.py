@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracklayer.config import flag
+from tracklayer.config import check_choices, check_positive, flag
 from tracklayer.errors import UserError
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -51,16 +51,12 @@ class ServerConfig:
     engine_process: bool = flag(False, "run the engine in a process of its own")
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            choices = f.metadata.get("choices")
-            if choices and getattr(self, f.name) not in choices:
-                allowed = ", ".join(str(c) for c in choices if c is not None)
-                raise UserError(f"{f.name} must be one of {allowed}; got {getattr(self, f.name)!r}")
+        check_choices(self)
+        check_positive(
+            self, "stream_interval", "max_body_bytes", "max_batch_prompts", "max_samples", "max_stop_characters"
+        )
         if not 0 <= self.port <= 65535:
             raise UserError(f"port must be in 0..65535, got {self.port}")
-        for name in ("stream_interval", "max_body_bytes", "max_batch_prompts", "max_samples", "max_stop_characters"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be a positive integer, got {getattr(self, name)}")
         if self.drain_timeout_s < 0:
             raise UserError(f"drain_timeout_s must be 0 or more seconds, got {self.drain_timeout_s}")
         if self.weight_paths not in ("any", "none") and not Path(self.weight_paths).is_dir():

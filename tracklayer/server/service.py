@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from fastapi import Request
 
-from tracklayer.config import EngineConfig
+from tracklayer.config import EngineConfig, load_generation_config
 from tracklayer.engine.client import EngineClient, EngineInfo
 from tracklayer.engine.frontend import Observer, TextFrontend
 from tracklayer.engine.intake import Intake, Limits
@@ -126,13 +124,7 @@ def build_service(
 
 def generation_defaults(model_path: str) -> dict[str, Any]:
     """The checkpoint's own sampling parameters (generation_config.json), where it has any."""
-    file = Path(model_path) / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        raw = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not valid JSON: {error}; mend it, or give --sampling-defaults openai") from error
+    raw = load_generation_config(model_path)
     found = {key: raw[key] for key in CHAT_DEFAULTS if raw.get(key) is not None}
     if raw.get("do_sample") is False:
         found["temperature"] = 0.0
