@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tracklayer.types import SamplingParams
 
 __all__ = ["Engine", "Routes", "SamplingParams"]
+__version__ = "0.1.0"
 
 _HOMES = {
     "Engine": "tracklayer.engine.llm",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 
+from tracklayer import __version__
 from tracklayer.config import sleep_while_waiting
 from tracklayer.errors import TracklayerError
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())
         return 0 if argv else 2
     if argv[0] in ("-V", "--version"):
-        print(f"tracklayer {version('tracklayer')}")
+        print(f"tracklayer {__version__}")
         return 0
     command = COMMANDS.get(argv[0])
     if command is None:

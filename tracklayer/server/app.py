@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
+import tracklayer
 from tracklayer.errors import TracklayerError
 from tracklayer.server import control, inference, info, native, openai_chat, openai_completions, page
 from tracklayer.server.config import ServerConfig
@@ -17,7 +18,7 @@ ROUTERS = (native, openai_completions, openai_chat, inference, control, info, pa
 
 def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     """The ASGI application. Until `app.state.service` is set it answers 503."""
-    app = FastAPI(title="Tracklayer", version=info.VERSION, docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="Tracklayer", version=tracklayer.__version__, docs_url="/docs", redoc_url=None)
     app.state.service = service
     for module in ROUTERS:
         app.include_router(module.router)

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+import tracklayer
 from tracklayer.errors import UserError
 from tracklayer.server.docs import body_of
 from tracklayer.server.errors import ApiError
@@ -16,7 +17,6 @@ from tracklayer.server.protocol import DetokenizeBody, TokenizeBody
 from tracklayer.server.service import Service, public_config, service_of
 
 router = APIRouter(tags=["information"])
-VERSION = "0.1.0"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -62,7 +62,7 @@ async def server_info(request: Request) -> Response:
             "tokenizer_path": service.tokenizer_path,
             "launch_command": service.launch_command,
             "startup_time": service.startup_s,
-            "version": VERSION,
+            "version": tracklayer.__version__,
         }
     )
 
@@ -75,7 +75,7 @@ async def _loads(service: Service) -> dict[str, Any]:
 async def loads(request: Request) -> Response:
     """Running and waiting requests, cache use, throughput."""
     service = service_of(request)
-    return answer({"timestamp": time.time(), "version": VERSION, "loads": [await _loads(service)]})
+    return answer({"timestamp": time.time(), "version": tracklayer.__version__, "loads": [await _loads(service)]})
 
 
 @router.get("/get_load")
