@@ -11,7 +11,7 @@ import pytest
 
 from tracklayer.errors import IncompleteRoutes, UserError
 from tracklayer.routes.codec import decode, decode_packed, encode, encode_packed, encode_sglang
-from tracklayer.routes.forms import FORMS, RouteShape, wire_dtype
+from tracklayer.routes.forms import FORMS, RouteShape
 from tracklayer.routes.record import Routes
 
 LAYERS, HIDDEN = (1, 2, 4), 6
@@ -132,25 +132,7 @@ def test_width_is_chosen_from_the_expert_count_and_declared(experts: int, width:
     assert np.array_equal(decode(encode(routes, "prime_rl"), "prime_rl", RouteShape.of(routes)).experts_TLK, ids)
 
 
-@pytest.mark.parametrize(
-    ("experts", "missing", "asked", "used"),
-    [
-        (256, False, "uint8", "uint8"),
-        (256, True, "uint8", "int32"),
-        (257, False, "uint8", "uint16"),
-        (300, False, "uint16", "uint16"),
-        (300, True, "uint16", "int32"),
-        (60, False, "int32", "int32"),
-    ],
-)
-def test_wire_type_widens_and_says_so(experts: int, missing: bool, asked: str, used: str) -> None:
-    routes = random_routes(experts=experts)
-    assert wire_dtype(holed(routes) if missing else routes, asked) == used
-
-
-def test_unknown_wire_types_and_ids_that_do_not_fit() -> None:
-    with pytest.raises(UserError, match="uint8, uint16, int32, not 'int64'"):
-        wire_dtype(random_routes(), "int64")
+def test_ids_that_do_not_fit() -> None:
     with pytest.raises(UserError, match="ids up to 299 do not fit uint8"):
         encode_sglang(random_routes(experts=300), dtype="uint8")
 

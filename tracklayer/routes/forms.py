@@ -126,14 +126,3 @@ def resolve_form(form: str | Form, declared: Mapping[str, Any]) -> Form:
             raise UserError(f"unknown form {form!r}, known: {', '.join(FORMS)}")
         form = FORMS[form]
     return replace(form, **declared)
-
-
-def wire_dtype(routes: Routes, asked: str = "int32") -> str:
-    """The type to write: `asked`, or the first wider one that holds every id (and -1 for missing rows)."""
-    order = ("uint8", "uint16", "int32")
-    if asked not in order:
-        raise UserError(f"routes can be sent as {', '.join(order)}, not {asked!r}")
-    for name in order[order.index(asked) :]:
-        if routes.num_experts - 1 <= np.iinfo(name).max and (name == "int32" or routes.complete):
-            return name
-    raise UserError(f"ids up to {routes.num_experts - 1} do not fit int32")

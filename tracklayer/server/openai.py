@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -174,6 +174,19 @@ def _entry(triple: Triple) -> dict[str, Any]:
         "bytes": list((text or "").encode()),
         "logprob": UNDER_EVERYTHING if logprob is None else logprob,
     }
+
+
+def closing(
+    base: dict[str, Any], samples: dict[int, Sample], body: OpenAIBody, service: Service
+) -> Iterator[dict[str, Any]]:
+    """The last chunks of a stream, without choices: the extension object, then usage, each where asked."""
+    first = samples[0]
+    extra = sglext(first, body, service)
+    if extra:
+        yield {**base, "choices": [], "sglext": extra}
+    if wants_usage(body, service)[0]:
+        in_order = [samples[i] for i in sorted(samples)]
+        yield {**base, "choices": [], "usage": usage(in_order, first.request.sampling.n, service)}
 
 
 def head(kind: str, model: str, rid: str) -> dict[str, Any]:

@@ -115,29 +115,22 @@ def _delta(index: int, content: str | None = None, role: str | None = None) -> d
 
 async def _events(service: Service, body: ChatBody, source: Opened[Sample]) -> AsyncGenerator[bytes, None]:
     """Role, content deltas and an end for each index; then routes and usage where asked."""
-    last_usage, every_usage = openai.wants_usage(body, service)
+    _, every_usage = openai.wants_usage(body, service)
     shown: dict[int, Shown] = {}
     samples: dict[int, Sample] = {}
     base: dict[str, Any] = {}
     async for sample in source:
         base = base or openai.head(CHUNK, body.model, sample.rid)
         samples[sample.index] = sample
-        parts = list(_parts(sample, body, shown))
-        for part in parts:
+        for part in _parts(sample, body, shown):
             chunk = {**base, "choices": [part]}
             if every_usage:
                 chunk["usage"] = openai.usage([sample], 1, service)
             yield event(chunk)
     if not samples:
         return
-    first = samples[0]
-    extra = openai.sglext(first, body, service)
-    if extra:
-        yield event({**base, "choices": [], "sglext": extra})
-    if last_usage:
-        in_order = [samples[i] for i in sorted(samples)]
-        total = openai.usage(in_order, first.request.sampling.n, service)
-        yield event({**base, "choices": [], "usage": total})
+    for chunk in openai.closing(base, samples, body, service):
+        yield event(chunk)
 
 
 def _parts(sample: Sample, body: ChatBody, shown: dict[int, Shown]) -> list[dict[str, Any]]:

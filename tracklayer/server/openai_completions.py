@@ -93,7 +93,7 @@ def _prompt_text(service: Service, sample: Sample) -> str:
 
 
 async def _events(service: Service, body: CompletionBody, source: Opened[Sample]) -> AsyncGenerator[bytes, None]:
-    last_usage, every_usage = openai.wants_usage(body, service)
+    _, every_usage = openai.wants_usage(body, service)
     shown: dict[int, Shown] = {}
     samples: dict[int, Sample] = {}
     base: dict[str, Any] | None = None
@@ -106,11 +106,5 @@ async def _events(service: Service, body: CompletionBody, source: Opened[Sample]
         yield event(chunk)
     if base is None:
         return
-    first = samples[0]
-    extra = openai.sglext(first, body, service)
-    if extra:
-        yield event({**base, "choices": [], "sglext": extra})
-    if last_usage:
-        in_order = [samples[i] for i in sorted(samples)]
-        total = openai.usage(in_order, first.request.sampling.n, service)
-        yield event({**base, "choices": [], "usage": total})
+    for chunk in openai.closing(base, samples, body, service):
+        yield event(chunk)
