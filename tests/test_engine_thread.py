@@ -155,7 +155,7 @@ def test_errors_of_controls_come_through_the_future(engine):
 
 
 def test_a_dying_engine_leaves_nobody_waiting(engine, listener, monkeypatch):
-    def broken(plan):
+    def broken(plan, mask=None):
         raise RuntimeError("device lost")
 
     engine.submit([request("a", PROMPTS[0], tokens=300)])

@@ -211,7 +211,7 @@ BAD = [
     (dict(input_ids=[1], sampling_params={"stop": [""]}), "empty string"),
     (dict(input_ids=[1], sampling_params={"stop": ["x"] * 33}), "32"),
     (dict(input_ids=[1], sampling_params={"stop_regex": "("}), "regular expression"),
-    (dict(input_ids=[1], sampling_params={"json_schema": "{}"}), "structured output"),
+    (dict(input_ids=[1], sampling_params={"json_schema": "[" * 101}), "json_schema nests 101"),
     (dict(input_ids=[1], sampling_params={"beam_width": 2}), "beam_width"),
     (dict(input_ids=[1], sampling_params=[{}, {}]), "2 entries for 1"),
     (dict(input_ids=[[1], [1]], sampling_params=[{"n": 1}, {"n": 2}]), "share n"),

@@ -134,7 +134,7 @@ ERRORS = [
     ("/v1/completions", {"prompt": ""}, "empty"),
     ("/v1/completions", {"prompt": []}, "empty"),
     ("/v1/completions", {"prompt": "a", "logprobs": -1}, "logprobs"),
-    ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_object"}}, "structured output"),
+    ("/v1/completions", {"prompt": "a", "response_format": {"type": "yaml"}}, "yaml"),
     ("/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}}, "xml"),
     ("/v1/completions", {"prompt": "a", "temperature": "hot"}, "temperature"),
     ("/v1/chat/completions", {"messages": []}, "at least one message"),

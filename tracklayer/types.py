@@ -22,6 +22,7 @@ from tracklayer.errors import UserError
 TOP_K_ALL = 1 << 30
 GREEDY_BELOW = 1e-6
 INT64_MAX = (1 << 63) - 1
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")  # at most one of a request's is set
 LARGEST_BIAS = 1e30  # a float32 with room for a sum
 
 
@@ -104,13 +105,18 @@ class SamplingParams:
                     raise UserError(f"{name} must hold strings, got {entry!r}")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
-        grammars = [g for g in ("json_schema", "regex", "ebnf", "structural_tag") if getattr(self, g)]
+        grammars = [g for g in GRAMMARS if getattr(self, g)]
         if len(grammars) > 1:
             raise UserError(f"give one of {grammars}, not several")
 
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar says which tokens may come."""
+        return any(getattr(self, name) for name in GRAMMARS)
 
     @property
     def penalised(self) -> bool:

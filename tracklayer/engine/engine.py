@@ -6,17 +6,21 @@ With overlap the step before is committed after the next is launched; the same c
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.build import build_engine
+from tracklayer.engine.grammar import Grammars, GrammarState, StepMask
 from tracklayer.engine.record import Record
 from tracklayer.errors import IncompleteRoutes, TracklayerError, UserError
 from tracklayer.routes.pool import PendingRoutes
 from tracklayer.runner.load import LoadedModel, load_model
 from tracklayer.runner.runner import PendingStep
 from tracklayer.scheduler.sequence import Committed
-from tracklayer.types import EngineRequest, FinishReason, RequestOutput
+from tracklayer.types import EngineRequest, FinishReason, RequestOutput, StepPlan
 
 
 @dataclass(slots=True)
@@ -64,12 +68,21 @@ class EngineCore:
         self.paused = False
         self.holding = False
         self.held: list[EngineRequest] = []
+        self.grammars = Grammars(
+            config.tokenizer_path or config.model_path, self.info.vocab_size, self.info.eos_token_ids
+        )
+        self.states: dict[str, GrammarState] = {}
+        self.compiling: dict[str, tuple[EngineRequest, Future[Any]]] = {}
+        self.wake: Callable[[], None] = lambda: None  # called from another thread when a grammar was compiled
         self.depth = 0 if config.disable_overlap_schedule or self.model.device.type == "cpu" else 1
 
     # what front ends ask
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a request; what makes it impossible comes back as its final output. Held while weights change."""
+    def add(self, request: EngineRequest, compiled: Any = None) -> None:
+        """Queue a request; what makes it impossible comes back as its final output. Held while weights change.
+
+        One with a grammar waits until it is compiled, then comes again with it.
+        """
         if self.holding:
             self.held.append(request)
             return
@@ -78,12 +91,34 @@ class EngineCore:
                 raise UserError(
                     "no routes are recorded here; start with --enable-return-routed-experts to ask for them"
                 )
+            if request.sampling.constrained and compiled is None:
+                future = self.grammars.compile(request.sampling)
+                self.compiling[request.rid] = (request, future)
+                future.add_done_callback(lambda _: self.wake())
+                return
             sequence = self.scheduler.add(request)
         except TracklayerError as error:
-            reason = FinishReason("abort", message=str(error), status=error.status)
-            self.ready.append(RequestOutput(request.rid, [], len(request.input_ids), 0, reason, error=str(error)))
+            self._refuse(request, error)
             return
+        if compiled is not None:
+            self.states[request.rid] = GrammarState(compiled, request)
         self.records[request.rid] = Record(request, sequence)
+
+    def _refuse(self, request: EngineRequest, error: TracklayerError) -> None:
+        reason = FinishReason("abort", message=str(error), status=error.status)
+        self.ready.append(RequestOutput(request.rid, [], len(request.input_ids), 0, reason, error=str(error)))
+
+    def _take_compiled(self) -> None:
+        """Queue the requests whose grammars are compiled; a bad grammar ends its request."""
+        for rid in [rid for rid, (_, future) in self.compiling.items() if future.done()]:
+            request, future = self.compiling.pop(rid)
+            error = future.exception()
+            if error is None:
+                self.add(request, future.result())
+            elif isinstance(error, TracklayerError):
+                self._refuse(request, error)
+            else:
+                raise error
 
     def abort(self, rid: str, message: str = "Aborted") -> None:
         """End a request with what it has; unknown rid: nothing."""
@@ -109,8 +144,12 @@ class EngineCore:
             self.add(request)
 
     def _abort_held(self, rid: str) -> None:
-        for request in [request for request in self.held if request.rid == rid]:
-            self.held.remove(request)
+        """End a request that waits for the weights or for its grammar."""
+        waiting = [request for request in self.held if request.rid == rid]
+        self.held = [request for request in self.held if request.rid != rid]
+        if rid in self.compiling:
+            waiting.append(self.compiling.pop(rid)[0])
+        for request in waiting:
             reason = FinishReason("abort", message="Abort in waiting queue")
             self.ready.append(RequestOutput(rid, [], len(request.input_ids), 0, reason))
 
@@ -119,15 +158,24 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Something can be done now: a step, a commit, a delivery."""
-        return bool(self.in_flight or self.deliveries or self.ready or (not self.paused and self.scheduler.has_work))
+        return bool(
+            self.in_flight
+            or self.deliveries
+            or self.ready
+            or any(future.done() for _, future in self.compiling.values())
+            or (not self.paused and self.scheduler.has_work)
+        )
 
     def step(self) -> list[RequestOutput]:
         """Plan and launch one step, commit what is due, return what there is to tell."""
+        self._take_compiled()
+        if self._awaits_token():
+            self.drain()
         plan = None if self.paused else self.scheduler.plan()
         self.save_preempted()
         if plan is not None:
             self.counters.steps += 1
-            self.in_flight.append(self.runner.launch(plan))
+            self.in_flight.append(self.runner.launch(plan, self._mask(plan)))
         while len(self.in_flight) > (self.depth if plan is not None else 0):
             self._commit(self.in_flight.pop(0))
         self._deliver(wait=plan is None and not self.ready)
@@ -138,6 +186,16 @@ class EngineCore:
         """Commit everything that is in flight."""
         while self.in_flight:
             self._commit(self.in_flight.pop(0))
+
+    def _awaits_token(self) -> bool:
+        """Whether a token that a grammar must see before the next one is sampled is still on its way."""
+        return bool(self.states) and any(
+            share.rid in self.states for pending in self.in_flight for share in pending.plan.shares
+        )
+
+    def _mask(self, plan: StepPlan) -> StepMask | None:
+        bound = bool(self.states) and any(share.samples and share.rid in self.states for share in plan.shares)
+        return StepMask(self.states, self.info.vocab_size) if bound else None
 
     def save_preempted(self) -> None:
         """Rows of tokens that were already given out win over those that recomputing them will write."""
@@ -165,17 +223,35 @@ class EngineCore:
             if item.token is not None:
                 record.take(item.token, sampled[item.seq.rid], result, self.weight_version)
                 self.counters.generated_tokens += 1
+                if item.finish is None:
+                    item = self._advance(item, item.token)
             if item.finish is not None:
                 ended.append(item)
             elif record.due:
                 self.ready.append(record.output())
         self._close(ended)
 
+    def _advance(self, item: Committed, token: int) -> Committed:
+        """Tell the request's grammar, if it has one, of its token; the end of the grammar is the request's."""
+        rid = item.seq.rid
+        state = self.states.get(rid)
+        if state is None:
+            return item
+        reason = None
+        if not state.accept(token):
+            message = f"token {token} does not fit the grammar: the model's logits were not numbers"
+            reason = FinishReason("abort", message=message, status=500)
+        elif state.finished:
+            reason = FinishReason("stop", matched=token)
+        ended = self.scheduler.finish(rid, len(item.seq.output_ids), reason) if reason else None
+        return ended or item
+
     def _close(self, ended: list[Committed]) -> None:
         """Final outputs of requests that ended; those that asked for routes wait for one common gather."""
         outputs, records, slots, starts = [], [], [], []
         for item in ended:
             record = self.records.pop(item.seq.rid)
+            self.states.pop(item.seq.rid, None)
             record.cut(len(item.seq.output_ids))
             output = record.output(item.finish)
             self._count(record, output)

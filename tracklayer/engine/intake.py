@@ -16,6 +16,7 @@ from typing import Any
 from tracklayer.engine.call_check import check_fields, plain_ids
 from tracklayer.engine.client import EngineInfo
 from tracklayer.engine.detokenizer import compile_pattern
+from tracklayer.engine.grammar import check_grammar
 from tracklayer.engine.sampling import is_int, parse_sampling, short
 from tracklayer.engine.tokenizer import TextTokenizer
 from tracklayer.errors import UserError
@@ -179,9 +180,9 @@ class Intake:
     def _check_sampling(self, params: SamplingParams) -> None:
         if self.limits.n is not None and params.n > self.limits.n:
             raise UserError(f"n must be at most {self.limits.n}, got {params.n}")
-        for name in ("json_schema", "regex", "ebnf", "structural_tag"):
-            if getattr(params, name):
-                raise UserError(f"{name}: structured output is not available in this server; leave it out")
+        check_grammar(params)
+        if self.tokenizer is None and params.constrained:
+            raise UserError("structured output needs a tokenizer: start without --skip-tokenizer-init")
         if self.tokenizer is None and (params.stop or params.stop_regex or params.min_new_tokens):
             raise UserError("stop, stop_regex and min_new_tokens need a tokenizer: start without --skip-tokenizer-init")
         if "" in params.stop:

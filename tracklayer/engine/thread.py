@@ -39,6 +39,7 @@ class EngineThread:
         self._consumer: Consumer = lambda outputs: None
         self._open: set[str] = set()
         self._lock = threading.Lock()
+        self.core.wake = lambda: self._inbox.put(_nothing)
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="tracklayer-engine", daemon=True)
         self._thread.start()
@@ -89,6 +90,7 @@ class EngineThread:
             log.exception("the engine died")
             self._end(error)
             raise
+        self.core.grammars.close()
         self._end(TracklayerError("the engine was shut down"))
 
     def _take_calls(self) -> bool:
@@ -116,6 +118,10 @@ class EngineThread:
             left, self._open = sorted(self._open), set()
         self._consumer([_died(rid, error) for rid in left])
         self.controls.fail(error)
+
+
+def _nothing() -> None:
+    """A call that only wakes the loop."""
 
 
 def _died(rid: str, error: BaseException) -> RequestOutput:

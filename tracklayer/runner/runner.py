@@ -24,7 +24,7 @@ from tracklayer.runner.load import LoadedModel
 from tracklayer.runner.mixed_graphs import MixedGraphs
 from tracklayer.runner.mixed_graphs import ladder as mixed_ladder
 from tracklayer.runner.rows import Rows
-from tracklayer.runner.sampling import Sampled, Sampler, given_logprobs
+from tracklayer.runner.sampling import Sampled, Sampler, TokenMask, given_logprobs
 from tracklayer.types import EngineRequest, SamplingParams, Share, StepPlan, StepResult, TokenLogprobs
 
 PROMPT_LOGITS_AT_ONCE = 1024
@@ -76,8 +76,11 @@ class Runner:
             self.mixed.capture()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Start a step; returns at once. Raises UserError when a prompt's activations do not fit the GPU."""
+    def launch(self, plan: StepPlan, mask: TokenMask | None = None) -> PendingStep:
+        """Start a step; returns at once. `mask`: for steps with rows that a grammar binds.
+
+        Raises UserError when a prompt's activations do not fit the GPU.
+        """
         if len(plan.copies):
             self.caches.copy(torch.from_numpy(plan.copies).to(self.device, non_blocking=True))
         for share in plan.shares:
@@ -99,7 +102,7 @@ class Runner:
             if not shares:
                 return self._send(plan, None, prompt)
             logits_NV = self.decoder.logits(hidden_TD[sampled_N.long()])
-        sampled = self.sampler(logits_NV, shares, rows_N)
+        sampled = self.sampler(logits_NV, shares, rows_N, mask)
         self.rows.last_token_R[rows_N.long()] = sampled.ids_N
         return self._send(plan, sampled, prompt)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ class Sampled:
     given: dict[int, Tensor] = field(default_factory=dict)
 
 
+class TokenMask(Protocol):
+    """Says which tokens rows may take; asked once the forward was launched, so that it works beside the device."""
+
+    def fill(self, shares: list[Share]) -> tuple[np.ndarray, np.ndarray]:
+        """(indices int64 [G] into shares, mask int32 [G, ceil(V / 32)]): bit v % 32 of word v // 32 allows token v."""
+
+
 class Sampler:
     """Samples the rows of a step. Sampling numbers of an unchanged set of rows are uploaded once."""
 
@@ -36,13 +44,17 @@ class Sampler:
         self._key: tuple[int, bytes] | None = None
         self._uploaded: dict[str, Tensor] = {}
 
-    def __call__(self, logits_NV: Tensor, shares: list[Share], rows_N: Tensor) -> Sampled:
+    def __call__(
+        self, logits_NV: Tensor, shares: list[Share], rows_N: Tensor, mask: TokenMask | None = None
+    ) -> Sampled:
         """logits_NV of the shares' last tokens; rows_N int32 are their rows, on the device."""
         requests = [self._request(share) for share in shares]
         host_rows = np.array([share.row for share in shares], np.int64)
         numbers = {name: values[host_rows] for name, values in self.rows.sampling.items()}
         tensors = self._upload(host_rows, numbers)
         logits_NV = self._edit(logits_NV, shares, requests, rows_N, tensors, numbers)
+        if mask is not None:
+            logits_NV = apply_mask(logits_NV, *mask.fill(shares))
         ids_N = sample(
             logits_NV,
             temperature_N=tensors["temperature"],
@@ -119,13 +131,26 @@ class Sampler:
         return sampled
 
 
+def apply_mask(logits_NV: Tensor, rows_G: np.ndarray, mask_GW: np.ndarray) -> Tensor:
+    """A copy of the logits in which the tokens of rows_G that mask_GW (see TokenMask) does not allow are -inf."""
+    if not len(rows_G):
+        return logits_NV
+    device, vocabulary = logits_NV.device, logits_NV.shape[1]
+    at_G = torch.from_numpy(rows_G).to(device, non_blocking=True)
+    words_GW = torch.from_numpy(mask_GW).to(device, non_blocking=True)
+    bits_GV = ((words_GW[:, :, None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1).flatten(1)
+    barred_GV = bits_GV[:, :vocabulary] == 0
+    return logits_NV.index_copy(0, at_G, logits_NV[at_G].masked_fill(barred_GV, NEG_INF))
+
+
 def _logit_edits(shares: list[Share], requests: list[EngineRequest]) -> Iterator[tuple[int, int, float]]:
     """(sampled index, token id, what to add) of all rows that change logits of single tokens."""
     for n, (share, request) in enumerate(zip(shares, requests, strict=True)):
         for token, value in request.sampling.logit_bias:
             yield n, token, value
         num_output = share.start + share.num_tokens - len(request.input_ids)
-        if num_output < request.sampling.min_new_tokens:
+        # with a grammar its mask bars them, as far as the grammar can do without
+        if num_output < request.sampling.min_new_tokens and not request.sampling.constrained:
             for token in request.stop_token_ids:
                 yield n, token, NEG_INF
 
