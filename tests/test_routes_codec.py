@@ -12,7 +12,7 @@ import pytest
 from tracklayer.errors import IncompleteRoutes, UserError
 from tracklayer.routes.codec import decode, decode_packed, encode, encode_packed, encode_sglang
 from tracklayer.routes.forms import FORMS, RouteShape
-from tracklayer.routes.record import Routes
+from tracklayer.routes.record import Routes, fill_value, narrow_dtype
 
 LAYERS, HIDDEN = (1, 2, 4), 6
 
@@ -135,6 +135,16 @@ def test_width_is_chosen_from_the_expert_count_and_declared(experts: int, width:
 def test_ids_that_do_not_fit() -> None:
     with pytest.raises(UserError, match="ids up to 299 do not fit uint8"):
         encode_sglang(random_routes(experts=300), dtype="uint8")
+
+
+@pytest.mark.parametrize("experts", [60, 300])
+def test_layers_with_fewer_choices_are_refused_by_name(experts: int) -> None:
+    fill = fill_value(narrow_dtype(experts, 3))
+    ids = np.array([[[3, 1, 0], [2, fill, fill], [fill, fill, fill]]], narrow_dtype(experts, 3))
+    routes = Routes(ids, (0, 4, 5), experts, check=False)
+    for write in (lambda: encode_sglang(routes, 6), lambda: encode(routes, "npy"), lambda: encode_packed(routes)):
+        with pytest.raises(UserError, match=r"layers \[4\] choose fewer than 3 experts"):
+            write()
 
 
 @pytest.mark.parametrize("binary", [False, True])

@@ -37,9 +37,11 @@ def encode(routes: Routes, form: str | Form, shape: RouteShape | None = None, **
 
     `shape` is needed for forms over all decoder layers (its num_hidden_layers). Returns str for base64 containers,
     bytes for npy and bytes, an array, nested lists, or a dict for raw.
-    Raises IncompleteRoutes when a row is missing and the form can not say so, UserError when ids do not fit.
+    Raises IncompleteRoutes when a row is missing and the form can not say so, UserError when ids do not fit or when
+    layers choose different numbers of experts.
     """
     form = resolve_form(form, declared)
+    _refuse_narrow_rows(routes)
     shape = shape or RouteShape.of(routes)
     if shape.layer_ids != routes.layer_ids:
         raise UserError(f"routes have layers {list(routes.layer_ids)}, the shape says {list(shape.layer_ids)}")
@@ -51,6 +53,20 @@ def encode(routes: Routes, form: str | Form, shape: RouteShape | None = None, **
     if form.container != "base64" or form.axes != "TLK":
         return _pack(_wire_array(routes, form, shape, dtype), form.container, routes.start)
     return _base64_text(routes, form, shape, dtype)
+
+
+def _refuse_narrow_rows(routes: Routes) -> None:
+    """A layer that chooses fewer experts than others ends every row in the fill, which no form can say."""
+    fill = fill_value(routes.dtype)
+    if fill >= routes.num_experts or fill < 0:  # else it is an id
+        absent_LK = routes.experts_TLK[:1].reshape(-1, routes.top_k) == fill
+        narrow_L = absent_LK.any(-1) & ~absent_LK.all(-1)
+        if narrow_L.any():
+            layers = [layer for layer, narrow in zip(routes.layer_ids, narrow_L, strict=True) if narrow]
+            raise UserError(
+                f"layers {layers} choose fewer than {routes.top_k} experts, and wire forms have one number for all "
+                "layers: take these routes from the Python API"
+            )
 
 
 def _base64_text(routes: Routes, form: Form, shape: RouteShape, dtype: np.dtype[Any]) -> str:
@@ -323,7 +339,11 @@ def encode_sglang(routes: Routes, num_hidden_layers: int | None = None, dtype: s
 
 
 def encode_packed(routes: Routes, *, binary: bool = False) -> dict[str, Any]:
-    """The narrow self-describing form: a JSON object, `data` base64 text (or bytes with `binary`, for msgpack)."""
+    """The narrow self-describing form: a JSON object, `data` base64 text (or bytes with `binary`, for msgpack).
+
+    Raises UserError when layers choose different numbers of experts.
+    """
+    _refuse_narrow_rows(routes)
     data = _pack(np.ascontiguousarray(routes.experts_TLK), "bytes" if binary else "base64", 0)
     return {
         "format": PACKED,

@@ -67,8 +67,12 @@ class Service:
 
         int32: SGLang's, all decoder layers; packed: narrow and self-describing; npy: a .npy file, all decoder layers.
         """
+        sent = self._encode(routes, form, binary=binary)
         self.metrics.routes_sent(routes)
         self.expert_load.add(routes)
+        return sent
+
+    def _encode(self, routes: Routes, form: str, *, binary: bool) -> Any:
         shape = RouteShape.of(routes, self.info.num_layers)
         if form == "packed":
             return encode_packed(routes, binary=binary)
