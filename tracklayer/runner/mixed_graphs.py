@@ -1,8 +1,8 @@
 """CUDA graphs of small steps with prompts in them, where launching kernel by kernel would take longer than running.
 
 D lines for sequences that decode, then T prompt tokens of at most P sequences, all padded: decode lines past the
-step's own are scratch (row R, slot 0), prompt tokens past it belong to no sequence and wake no expert. The graph ends
-with the final hidden states; which of them are sampled differs from step to step.
+step's own compute a scratch token (row R, slot 0: page 0 of KV and pool), prompt tokens past it belong to no sequence
+and wake no expert. The graph ends with the final hidden states; which of them are sampled differs from step to step.
 """
 
 from __future__ import annotations
