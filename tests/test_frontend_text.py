@@ -99,7 +99,7 @@ def test_patterns_match_across_pieces_and_hold_back_their_beginning():
     assert match is not None and (match.stop, match.position) == (r"\d{3}-\d{4}", 5)
 
 
-@pytest.mark.parametrize("source", ["(", "[", "a{2,1}", "(?P<x", "x" * 300])
+@pytest.mark.parametrize("source", ["(", "[", "a{2,1}", "(?P<x", "x" * 300, "(?:(?:a{99}){99}){2,}"])
 def test_bad_patterns_are_refused(source):
     with pytest.raises(UserError, match="stop_regex"):
         compile_pattern(source)

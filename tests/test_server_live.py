@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 
 import httpx
 import pytest
 from server_fakes import FakeEngine, info
 from server_http import GREEDY, TOKENIZER, events, listening
+
+from tracklayer.config import EngineConfig
+from tracklayer.errors import UserError
+from tracklayer.server.args import Launch
+from tracklayer.server.config import ServerConfig
+from tracklayer.server.launch import Runner
 
 LONG = {"temperature": 0, "max_new_tokens": 400}
 
@@ -163,3 +170,26 @@ async def test_dead_engine_fails_requests_at_once_and_the_exit_status_says_so():
             last = events((await asyncio.wait_for(stream, 3)).text)[-1]
             assert last["meta_info"]["finish_reason"]["status_code"] == 500
         assert await asyncio.wait_for(task, 10) == 1
+
+
+async def test_stopped_while_loading_the_engine_is_shut_down_all_the_same():
+    go, fake = threading.Event(), FakeEngine(info(400))
+
+    def slow_build(launch):
+        go.wait(10)
+        return fake, TOKENIZER
+
+    async with listening(build=slow_build) as (_, runner, _, task):
+        runner.stop()
+        await asyncio.sleep(0.05)
+        go.set()
+        assert await asyncio.wait_for(task, 10) == 0
+        assert not fake.alive()
+
+
+async def test_an_address_in_use_is_an_error_that_names_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        launch = Launch(EngineConfig(model_path="/models/fake"), ServerConfig(port=port))
+        with pytest.raises(UserError, match=f"127.0.0.1:{port}.*--port"):
+            await Runner(launch, lambda launch: pytest.fail("nothing is loaded for it")).run()

@@ -143,6 +143,7 @@ ERRORS = [
     ("/v1/chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
     ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 10**6}, "maximum context length"),
     ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"messages": 1}}, "template"),
+    ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"chat_template": "x"}}, "not a variable"),
     ("/inference/v1/generate", {"token_ids": []}, "empty"),
     ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream"),
     ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"bad_words": ["x"]}}, "bad_words"),

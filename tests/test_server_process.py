@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def build_faulty(config):
 
 def build_dying(config):
     os._exit(7)
+
+
+def build_slowly(config):
+    time.sleep(60)
 
 
 def shared_folders():
@@ -171,3 +176,22 @@ def test_the_engine_ends_with_its_parent(tmp_path):
             return
         time.sleep(0.01)
     raise AssertionError(f"engine {pid} or its folder {folder} outlived the parent")
+
+
+def test_a_start_that_is_stopped_ends_at_once_and_leaves_nothing():
+    before, stop = shared_folders(), threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(TracklayerError, match="stopped while it started"):
+        EngineProcess(CONFIG, build_slowly, stop=stop)
+    assert time.monotonic() - began < 10 and shared_folders() == before
+
+
+def test_what_can_not_be_sent_is_not_waited_for():
+    engine = EngineProcess(CONFIG, build_fake)
+    try:
+        with pytest.raises((OverflowError, TypeError)):
+            engine.control("get_weights_by_name", name="a", truncate_size=1 << 70)
+        assert not engine._futures
+    finally:
+        engine.shutdown()

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ HOLD_TOKENS = 32  # past this the window slides even if its end is not text: bou
 REGEX_WINDOW = 4096  # characters in which a pattern is looked for; keeps the cost per token constant
 REGEX_SECONDS = 0.1
 REGEX_BYTES = 256
+REGEX_REPEATS = 10_000
 
 
 class Detokenizer:
@@ -108,6 +111,10 @@ def compile_pattern(source: str) -> Any:
 
     if len(source.encode()) > REGEX_BYTES:
         raise UserError(f"stop_regex takes at most {REGEX_BYTES} bytes, got {len(source.encode())}")
+    # the compiler writes every repeat that must be there out: a few nested counts would fill the memory
+    repeats = math.prod(max(1, int(count)) for count in re.findall(r"\{\s*(\d+)", source))
+    if repeats > REGEX_REPEATS:
+        raise UserError(f"stop_regex {source!r} asks for {repeats} repeats, {REGEX_REPEATS} are allowed; use * or +")
     try:
         return regex.compile(source)
     except (regex.error, RecursionError, OverflowError, ValueError) as error:

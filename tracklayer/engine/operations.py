@@ -16,6 +16,7 @@ from tracklayer.errors import TracklayerError, UserError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 FLUSH_POLL_S = 0.01
+MOST_ROWS = 1 << 31  # of a weight: all
 Outcome = tuple[bool, str]
 
 
@@ -125,6 +126,8 @@ class ControlPlane:
 
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
         """The first values of a weight by its Hugging Face name, as a nested list. Raises UserError: no such name."""
+        if isinstance(truncate_size, int):
+            truncate_size = min(truncate_size, MOST_ROWS)
         return await self.frontend.control("get_weights_by_name", name=name, truncate_size=truncate_size)
 
     async def release_memory(self, tags: list[str] | None = None) -> None:

@@ -80,12 +80,15 @@ class Line:
 class EngineProcess:
     """An EngineClient whose engine runs in a child process. The constructor returns when it is ready.
 
-    Raises what building the engine raised (UserError, CheckpointError, ...), TracklayerError when the process died.
+    `stop`, set by another thread, ends a start that is under way.
+
+    Raises what building the engine raised (UserError, CheckpointError, ...), TracklayerError when the process died or
+    the start was ended.
     """
 
     info: EngineInfo
 
-    def __init__(self, config: EngineConfig, build: Build = build_thread) -> None:
+    def __init__(self, config: EngineConfig, build: Build = build_thread, stop: threading.Event | None = None) -> None:
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         self._folder = Path(tempfile.mkdtemp(prefix="tracklayer-", dir=base))  # readable by this user alone
         self._context: zmq.Context[Any] = zmq.Context()
@@ -106,15 +109,18 @@ class EngineProcess:
         self._process.start()
         self._reader = threading.Thread(target=self._read, name="tracklayer-news", daemon=True)
         try:
-            self.info = self._await_ready()
+            self.info = self._await_ready(stop)
         except BaseException:
             self._end_process()
             self._clean()
             raise
         self._reader.start()
 
-    def _await_ready(self) -> EngineInfo:
+    def _await_ready(self, stop: threading.Event | None) -> EngineInfo:
         while True:
+            if stop is not None and stop.is_set():
+                self._process.kill()  # it may be deep in loading, and has nothing to lose
+                raise TracklayerError("the engine's process was stopped while it started")
             message = self._in.receive()
             if message is not None:
                 kind, *rest = message
@@ -155,8 +161,13 @@ class EngineProcess:
                 self._futures[number] = future
         if dead is not None:
             future.set_exception(TracklayerError(f"the engine is not running: {dead}"))
-        else:
+            return future
+        try:
             self._out.send("control", number, name, arguments)
+        except BaseException:
+            with self._lock:
+                self._futures.pop(number, None)
+            raise
         return future
 
     def alive(self) -> bool:

@@ -31,6 +31,7 @@ def parse_sampling(raw: Any, defaults: dict[str, Any] | None = None) -> Sampling
     for key, value in raw.items():
         if key in _KINDS and value is not None and not _KINDS[key](value):
             raise SamplingFieldError(f"sampling_params.{key} has the wrong type: {short(value)}")
+    raw.pop("custom_params", None)  # read by custom logit processors alone, which are refused: any JSON may be in it
     to_the_end = "max_new_tokens" in raw and raw["max_new_tokens"] is None
     unknown = set(raw) - set(SamplingParams.__dataclass_fields__)
     if unknown:

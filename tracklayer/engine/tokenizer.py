@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,10 @@ class TextTokenizer:
             raise UserError("this tokenizer has no chat template: give one with --chat-template FILE, or send a prompt")
         if not messages:
             raise UserError("messages must hold at least one message")
+        own = set(inspect.signature(self._hf.apply_chat_template).parameters) - {"documents", "kwargs"}
+        for name in template_arguments or {}:
+            if name in own or name == "self":  # one of the tokenizer, not of the template: another template, say
+                raise UserError(f"chat_template_kwargs may not hold {name!r}: it is not a variable of the template")
         plain = [{**m, "content": _flat_content(m.get("content"))} for m in messages]
         try:
             text = self._hf.apply_chat_template(

@@ -124,7 +124,7 @@ async def get_weights_by_name(request: Request) -> Response:
     query = request.query_params
     if "name" in query:
         size = query.get("truncate_size", "100")
-        if not size.isdecimal():
+        if not size.isdecimal() or len(size) > 18:
             raise UserError(f"truncate_size must be a whole number, got {size!r}")
         body = protocol.WeightNameBody(name=query["name"], truncate_size=int(size))
     else:

@@ -12,21 +12,25 @@ import contextlib
 import logging
 import shlex
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import EngineClient
 from tracklayer.engine.tokenizer import TextTokenizer, load_tokenizer
-from tracklayer.errors import TracklayerError
+from tracklayer.errors import TracklayerError, UserError
 from tracklayer.server.app import create_app
 from tracklayer.server.args import Launch, parse, usage
 from tracklayer.server.service import Service, build_service
 
 log = logging.getLogger("tracklayer.server")
+Build = Callable[[Launch], tuple[EngineClient, TextTokenizer | None]]
 WATCH_S = 0.2
 CLOSE_S = 3  # seconds that connections get to take their last bytes
 
@@ -39,19 +43,19 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def start_engine(config: EngineConfig, *, process: bool) -> EngineClient:
+def start_engine(config: EngineConfig, *, process: bool, stop: threading.Event) -> EngineClient:
     """Build the engine; returns when it is ready. Imported here: the server itself needs no torch."""
     if process:
         from tracklayer.engine.process import EngineProcess
 
-        return EngineProcess(config)
+        return EngineProcess(config, stop=stop)
     from tracklayer.engine.thread import EngineThread
 
     return EngineThread(config)
 
 
-def build(launch: Launch) -> tuple[EngineClient, TextTokenizer | None]:
-    """Tokenizer first: it fails fast, and an engine takes long."""
+def build_engine(launch: Launch, *, stop: threading.Event) -> tuple[EngineClient, TextTokenizer | None]:
+    """Tokenizer first: it fails fast, and an engine takes long. `stop`, once set, gives up where that can be done."""
     engine, server = launch.engine, launch.server
     tokenizer = None
     if not engine.skip_tokenizer_init:
@@ -60,15 +64,24 @@ def build(launch: Launch) -> tuple[EngineClient, TextTokenizer | None]:
             chat_template=server.chat_template,
             trust_remote_code=server.trust_remote_code,
         )
-    return start_engine(engine, process=server.engine_process), tokenizer
+    return start_engine(engine, process=server.engine_process, stop=stop), tokenizer
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """An open socket. Raises UserError when the address can not be had, before anything is loaded."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(f"can not listen on {host}:{port}: {error.strerror}; give another --host or --port") from error
 
 
 class Runner:
     """One server from start to exit. `client` given: serve that engine (tests)."""
 
-    def __init__(self, launch: Launch, build: Callable[[Launch], tuple[EngineClient, TextTokenizer | None]] = build):
+    def __init__(self, launch: Launch, build: Build | None = None):
         self.launch = launch
-        self.build = build
+        self._give_up = threading.Event()
+        self.build = build or partial(build_engine, stop=self._give_up)
         self.app = create_app(launch.server)
         self.http = HttpServer(
             uvicorn.Config(
@@ -91,15 +104,18 @@ class Runner:
 
     async def run(self) -> int:
         """Serve until a signal or the engine's death; returns the exit status."""
+        listener = listen(self.launch.server.host, self.launch.server.port)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop)
-        serving = asyncio.create_task(self.http.serve())
+        serving = asyncio.create_task(self.http.serve([listener]))
         stop = asyncio.create_task(self._stop.wait())
         loading = asyncio.create_task(self._load())
         try:
             await asyncio.wait({serving, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
-            if loading.done() and not self._stop.is_set():
+            if not loading.done():
+                await self._abandon(loading)
+            elif not self._stop.is_set():
                 self.service = loading.result()
                 watch = asyncio.create_task(self._watch(self.service))
                 await asyncio.wait({serving, stop, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -112,6 +128,15 @@ class Runner:
                 await asyncio.to_thread(self.service.frontend.client.shutdown)
                 self.service.frontend.close()
         return self.status
+
+    async def _abandon(self, loading: asyncio.Task[Service]) -> None:
+        """Stopped while the engine starts: let nothing of it stay behind."""
+        log.info("stopping: the engine was still starting")
+        self._give_up.set()
+        try:
+            self.service = await loading
+        except TracklayerError as error:
+            log.info("%s", error)
 
     def stop(self) -> None:
         """First call: drain and stop. Second: do not wait for what runs."""
@@ -133,8 +158,8 @@ class Runner:
     def port(self) -> int:
         """The port that is listened on (known once the socket is open)."""
         for server in getattr(self.http, "servers", []):
-            for socket in server.sockets:
-                return int(socket.getsockname()[1])
+            for opened in server.sockets:
+                return int(opened.getsockname()[1])
         return self.launch.server.port
 
     async def _watch(self, service: Service) -> None:
