@@ -160,7 +160,6 @@ class EngineRequest:
     priority: int = 0
     cache_key: str = ""
     news_interval: int = 1
-    arrived: float = 0.0
 
 
 @dataclass(slots=True)
@@ -251,6 +250,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.shares)
+
+    @property
+    def num_decodes(self) -> int:
+        """Shares that feed the token sampled before."""
+        return sum(s.token_ids is None for s in self.shares)
 
     @property
     def decode_only(self) -> bool:

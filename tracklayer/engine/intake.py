@@ -7,7 +7,6 @@ UserError, before the engine hears of it.
 from __future__ import annotations
 
 import random
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -287,7 +286,6 @@ class Intake:
                 priority=call.priority or 0,
                 cache_key=prompt.cache_key,
                 news_interval=self._news_interval(call, params),
-                arrived=time.time(),
             )
             for k in range(params.n)
         ]

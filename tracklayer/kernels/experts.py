@@ -12,7 +12,7 @@ All are deterministic: float32 accumulators, no float atomics, the K terms of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class ExpertSpec:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.activation not in ("silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai"):
+        if self.activation not in get_args(Activation):
             raise ValueError(f"unknown activation {self.activation!r}")
         if self.activation == "swiglu_oai" and not self.gated:
             raise ValueError("swiglu_oai needs gated=True: it is (up + 1) * gate * sigmoid(1.702 * gate)")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from tracklayer.kernels.experts import Activation
 from tracklayer.kernels.topk import RouterSpec
-
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_oai"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,6 @@ class RopeSpec:
     theta: float = 10000.0
     interleaved: bool = False
     scaling: dict[str, Any] | None = None
-    max_position: int = 4096
 
 
 class KVLayout(Protocol):

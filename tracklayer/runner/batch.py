@@ -53,7 +53,7 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
     shares = plan.shares
     counts = np.array([s.num_tokens for s in shares], np.int32)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    num_decode = sum(s.token_ids is None for s in shares)
+    num_decode = plan.num_decodes
     token_ids = np.concatenate(
         [np.zeros(1, np.int32) if s.token_ids is None else np.asarray(s.token_ids, np.int32) for s in shares]
     )

@@ -55,11 +55,12 @@ class MixedBuffers:
         fields = {name: packed[at : at + n] for (name, n), at in zip(lengths.items(), offsets, strict=False)}
         return cls(packed, fields)
 
-    def load(self, plan: StepPlan, num_decodes: int, size: Size, scratch: int) -> None:
+    def load(self, plan: StepPlan, size: Size, scratch: int) -> None:
         """Copy a step in, padded to `size`; one copy to the device, no waiting."""
         host = torch.zeros(self.packed.shape, dtype=torch.int32)
         base = self.packed.storage_offset()
         at = {name: host[f.storage_offset() - base :][: len(f)].numpy() for name, f in self.fields.items()}
+        num_decodes = plan.num_decodes
         decodes, prompts = plan.shares[:num_decodes], plan.shares[num_decodes:]
         padded = size[0]
         at["rows"][:] = scratch
@@ -96,7 +97,7 @@ class MixedGraphs:
         """Capture every size."""
         nothing, scratch = StepPlan(0, [], np.empty((0, 2), np.int32)), self.rows.scratch
         self.graphs = capture_each(
-            self.sizes, lambda size: self.buffers[size].load(nothing, 0, size, scratch), self.forward
+            self.sizes, lambda size: self.buffers[size].load(nothing, size, scratch), self.forward
         )
 
     def forward(self, size: Size) -> Tensor:
@@ -124,7 +125,7 @@ class MixedGraphs:
 
     def size_for(self, plan: StepPlan) -> Size | None:
         """The smallest captured size that holds the step, or None; prompt log-probabilities are read eagerly only."""
-        decodes = sum(s.token_ids is None for s in plan.shares)
+        decodes = plan.num_decodes
         tokens = plan.num_tokens - decodes
         if len(plan.shares) - decodes > MAX_PROMPTS or any(s.logprobs_from is not None for s in plan.shares):
             return None
@@ -133,8 +134,8 @@ class MixedGraphs:
 
     def run(self, plan: StepPlan, size: Size) -> tuple[Tensor, Tensor]:
         """Replay for this step -> (hidden states [N, width] of the tokens that are sampled, their rows int32 [N])."""
-        num_decodes = sum(s.token_ids is None for s in plan.shares)
-        self.buffers[size].load(plan, num_decodes, size, self.rows.scratch)
+        num_decodes = plan.num_decodes
+        self.buffers[size].load(plan, size, self.rows.scratch)
         prompts = plan.shares[num_decodes:]
         sampled = [*range(num_decodes), *_last_tokens(prompts, size[0])]
         rows = [s.row for s in plan.shares if s.samples]
