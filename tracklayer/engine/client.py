@@ -35,6 +35,15 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
 
 
+Consumer = Callable[[list[RequestOutput]], None]
+
+
+def failed(rid: str, message: str, status: int = 500, prompt_tokens: int = 0) -> RequestOutput:
+    """The final output of a request that the engine can not serve (any more)."""
+    reason = FinishReason("abort", message=message, status=status)
+    return RequestOutput(rid, [], prompt_tokens, 0, reason, error=message)
+
+
 class EngineClient(Protocol):
     """A running engine. All methods are thread-safe and return at once.
 
@@ -44,7 +53,7 @@ class EngineClient(Protocol):
 
     info: EngineInfo
 
-    def listen(self, consumer: Callable[[list[RequestOutput]], None]) -> None: ...
+    def listen(self, consumer: Consumer) -> None: ...
 
     def submit(self, requests: list[EngineRequest]) -> None: ...
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.build import build_engine
+from tracklayer.engine.client import failed
 from tracklayer.engine.grammar import Grammars, GrammarState, StepMask
 from tracklayer.engine.record import Record
 from tracklayer.errors import IncompleteRoutes, TracklayerError, UserError
@@ -105,8 +106,7 @@ class EngineCore:
         self.records[request.rid] = Record(request, sequence)
 
     def _refuse(self, request: EngineRequest, error: TracklayerError) -> None:
-        reason = FinishReason("abort", message=str(error), status=error.status)
-        self.ready.append(RequestOutput(request.rid, [], len(request.input_ids), 0, reason, error=str(error)))
+        self.ready.append(failed(request.rid, str(error), error.status, len(request.input_ids)))
 
     def _take_compiled(self) -> None:
         """Queue the requests whose grammars are compiled; a bad grammar ends its request."""

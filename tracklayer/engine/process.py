@@ -24,10 +24,10 @@ from typing import Any
 import zmq
 
 from tracklayer.config import EngineConfig
-from tracklayer.engine.client import EngineClient, EngineInfo
+from tracklayer.engine.client import Consumer, EngineClient, EngineInfo, failed
 from tracklayer.engine.wire import Wire
 from tracklayer.errors import CapacityError, CheckpointError, TracklayerError, UserError
-from tracklayer.types import EngineRequest, FinishReason, RequestOutput
+from tracklayer.types import EngineRequest, FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ CLOSE_S = 20.0  # the engine's process gets this long to end by itself
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (TracklayerError, UserError, CheckpointError, CapacityError, TypeError)
 }
-Consumer = Callable[[list[RequestOutput]], None]
 Build = Callable[[EngineConfig], EngineClient]
 
 
@@ -142,7 +141,7 @@ class EngineProcess:
             if self._dead is None:
                 self._open.update(request.rid for request in requests)
         if self._dead is not None:
-            self._consumer([_died(request.rid, self._dead) for request in requests])
+            self._consumer([failed(request.rid, self._dead) for request in requests])
             return
         self._out.send("submit", requests)
 
@@ -222,7 +221,7 @@ class EngineProcess:
             left, self._open = sorted(self._open), set()
             futures, self._futures = list(self._futures.values()), {}
         if left:
-            self._consumer([_died(rid, message) for rid in left])
+            self._consumer([failed(rid, message) for rid in left])
         for future in futures:
             future.set_exception(TracklayerError(message))
 
@@ -238,10 +237,6 @@ class EngineProcess:
         self._in.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _died(rid: str, message: str) -> RequestOutput:
-    return RequestOutput(rid, [], 0, 0, FinishReason("abort", message=message, status=500), error=message)
 
 
 def _error(kind: str, message: str) -> Exception:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tracklayer.config import EngineConfig
-from tracklayer.engine.client import EngineInfo
+from tracklayer.engine.client import Consumer, EngineInfo, failed
 from tracklayer.engine.control import Controls
 from tracklayer.engine.engine import EngineCore
 from tracklayer.errors import TracklayerError
@@ -18,8 +18,6 @@ from tracklayer.runner.load import LoadedModel
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)
-
-Consumer = Callable[[list[RequestOutput]], None]
 
 
 class EngineThread:
@@ -125,6 +123,4 @@ def _nothing() -> None:
 
 
 def _died(rid: str, error: BaseException) -> RequestOutput:
-    message = str(error) or type(error).__name__
-    reason = FinishReason("abort", message=message, status=getattr(error, "status", 500))
-    return RequestOutput(rid, [], 0, 0, reason, error=message)
+    return failed(rid, str(error) or type(error).__name__, getattr(error, "status", 500))
