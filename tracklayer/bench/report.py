@@ -44,8 +44,10 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def share_of_floor(m: Measurement, workload: Workload, feet: Footprint, device: str) -> dict[str, float]:
-    """Bytes that decoding must read, over the time taken and over the device's read bandwidth."""
+def share_of_floor(m: Measurement, workload: Workload, feet: Footprint | None, device: str) -> dict[str, float]:
+    """Bytes that decoding must read, over the time taken and over the device's read bandwidth; empty if unknown."""
+    if feet is None:
+        return {}
     context = workload.input_tokens + workload.output_tokens / 2
     bytes_needed = feet.bytes_per_step(workload.num_requests, round(context)) * (workload.output_tokens - 1)
     rate = bytes_needed / m.seconds

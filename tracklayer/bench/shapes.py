@@ -101,8 +101,11 @@ class Footprint:
         return itemsize * (self.always + experts + self.kv_per_token * batch * context_tokens)
 
 
-def footprint(spec: ModelSpec) -> Footprint:
-    """Count a ModelSpec's parameters by how often a step reads them (embeddings are a look-up, not counted)."""
+def footprint(spec: ModelSpec) -> Footprint | None:
+    """Count a ModelSpec's parameters by how often a step reads them (embeddings are a look-up, not counted).
+
+    None for a model with a mixer that this does not count: latent attention, recurrent state.
+    """
     hidden = spec.hidden_size
     always, kv = spec.vocab_size * hidden, 0
     expert = num_experts = top_k = 0
@@ -118,6 +121,8 @@ def footprint(spec: ModelSpec) -> Footprint:
                 always += hidden * m.router.num_logits + (_mlp(m.shared, hidden) if m.shared else 0)
                 expert = (3 if m.gated else 2) * hidden * m.width
                 num_experts, top_k = m.router.num_experts, m.router.top_k
+            case _:
+                return None
     return Footprint(always, expert, num_experts, top_k, len(spec.moe_layers), kv)
 
 

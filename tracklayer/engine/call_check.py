@@ -9,28 +9,18 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from tracklayer.engine.sampling import is_int, short
+from tracklayer.engine.sampling import is_bool, is_int, is_text, short
 from tracklayer.errors import UserError
 
 INT64 = range(-(1 << 63), 1 << 63)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _texts(value: Any) -> bool:
-    return _is_text(value) or (isinstance(value, list) and all(map(_is_text, value)))
+    return is_text(value) or (isinstance(value, list) and all(map(is_text, value)))
 
 
 def _keys(value: Any) -> bool:
-    return (
-        value is None or _is_text(value) or (isinstance(value, list) and all(v is None or _is_text(v) for v in value))
-    )
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
+    return value is None or is_text(value) or (isinstance(value, list) and all(v is None or is_text(v) for v in value))
 
 
 Test = Callable[[Any], bool]
@@ -38,8 +28,8 @@ KINDS: dict[str, tuple[Test, str]] = {
     "text": (lambda v: v is None or _texts(v), "text or a list of texts"),
     "rid": (lambda v: v is None or _texts(v), "a string or a list of strings"),
     **dict.fromkeys(("extra_key", "cache_salt"), (_keys, "a string or a list of strings")),
-    **dict.fromkeys(("return_text_in_logprobs", "return_prompt_token_ids", "stream"), (_is_bool, "true or false")),
-    **dict.fromkeys(("return_routed_experts", "include_last"), (_is_bool, "true or false")),
+    **dict.fromkeys(("return_text_in_logprobs", "return_prompt_token_ids", "stream"), (is_bool, "true or false")),
+    **dict.fromkeys(("return_routed_experts", "include_last"), (is_bool, "true or false")),
     "routed_experts_start_len": (is_int, "an integer"),
     "priority": (lambda v: v is None or (is_int(v) and v in INT64), "an integer of at most 64 bits"),
 }

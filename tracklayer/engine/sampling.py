@@ -54,16 +54,16 @@ def _is_number(v: Any) -> bool:
     return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 
-def _is_bool(v: Any) -> bool:
+def is_bool(v: Any) -> bool:
     return isinstance(v, bool)
 
 
-def _is_text(v: Any) -> bool:
+def is_text(v: Any) -> bool:
     return isinstance(v, str)
 
 
 def _is_texts(v: Any) -> bool:
-    return _is_text(v) or (isinstance(v, (list, tuple)) and all(map(_is_text, v)))
+    return is_text(v) or (isinstance(v, (list, tuple)) and all(map(is_text, v)))
 
 
 def _is_ids(v: Any) -> bool:
@@ -82,8 +82,8 @@ _KINDS = {
     **dict.fromkeys(("max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed", "stream_interval"), is_int),
     **dict.fromkeys(("temperature", "top_p", "min_p"), _is_number),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _is_number),
-    **dict.fromkeys(("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"), _is_bool),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), _is_text),
+    **dict.fromkeys(("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"), is_bool),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), is_text),
     **dict.fromkeys(("stop", "stop_regex"), _is_texts),
     "stop_token_ids": _is_ids,
     "logit_bias": _is_bias,
