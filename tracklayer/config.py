@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,36 @@ from tracklayer.errors import CheckpointError, UserError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+IS_OF: dict[str, Callable[[Any], bool]] = {
+    "None": lambda v: v is None,
+    "str": lambda v: isinstance(v, str),
+    "bool": lambda v: isinstance(v, bool),
+    "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "float": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
+}
+INT64 = 1 << 63
+RANGES = {
+    "max_running_requests": (1, 1 << 16),
+    "max_total_tokens": (1, (1 << 31) - 1),  # slots are int32
+    "cuda_graph_max_bs": (1, 1 << 16),
+    "max_queued_requests": (0, INT64 - 1),
+    "random_seed": (-INT64, INT64 - 1),
+}
+
+
 def flag(default: Any, text: str, **extra: Any) -> Any:
     """A field with its help text; extra metadata: choices."""
     return field(default=default, metadata={"help": text, **extra})
+
+
+def check_types(config: Any) -> None:
+    """Raise UserError for a field of a dataclass of flags that is not of its type; a path becomes text."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, os.PathLike):
+            object.__setattr__(config, f.name, value := os.fspath(value))
+        if not any(IS_OF[kind](value) for kind in str(f.type).split(" | ")):
+            raise UserError(f"{f.name} must be of type {f.type}, got {value!r}")
 
 
 def check_choices(config: Any) -> None:
@@ -77,10 +105,13 @@ class EngineConfig:
     ep_size: int = flag(1, "expert-parallel ranks (one device: 1)")
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choices(self)
-        check_positive(
-            self, "page_size", "max_running_requests", "max_total_tokens", "context_length", "tp_size", "ep_size"
-        )
+        check_positive(self, "page_size", "context_length", "tp_size", "ep_size")
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise UserError(f"{name} must be an integer in {low}..{high}, got {value!r}")
         for name in ("tp_size", "ep_size"):
             wanted = getattr(self, name)
             if wanted > 1:

@@ -6,6 +6,8 @@ The front end runs on an event loop in a thread of its own; every method here ha
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import sys
 import threading
 import warnings
@@ -23,7 +25,7 @@ from tracklayer.engine.operations import ControlPlane, Outcome
 from tracklayer.engine.reply import reply
 from tracklayer.engine.sample import Sample
 from tracklayer.engine.tokenizer import TextTokenizer, load_tokenizer
-from tracklayer.errors import UserError
+from tracklayer.errors import TracklayerError, UserError
 
 T = TypeVar("T")
 TEXT_OPTIONS = ("chat_template", "trust_remote_code", "log_level", "served_model_name")
@@ -41,12 +43,29 @@ class LoopThread:
     """An event loop on a daemon thread."""
 
     def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="tracklayer-frontend", daemon=True)
         self._thread.start()
 
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that the thread runs in: a fork has no thread."""
+        return os.getpid() == self._owner
+
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Raises TracklayerError after `close`, and in a fork."""
+        with self._lock:
+            if self.here and not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        if self._closed:
+            raise TracklayerError("the engine was shut down")
+        raise TracklayerError(
+            f"this Engine lives in process {self._owner} and can not be used in a fork of it: make one in each process"
+        )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result. An interrupted wait (Ctrl-C) cancels it, which aborts its requests."""
@@ -57,9 +76,24 @@ class LoopThread:
             future.cancel()
 
     def close(self) -> None:
+        """Let what was submitted end, or cancel it; then stop."""
+        with self._lock:
+            self._closed = True
+            last = asyncio.run_coroutine_threadsafe(_end_all(), self.loop)
+        last.result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+async def _end_all() -> None:
+    """Wait a moment for the loop's other tasks, then cancel them."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        _, late = await asyncio.wait(others, timeout=1.0)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
 
 def engine_options(options: dict[str, Any]) -> tuple[EngineConfig, dict[str, Any]]:
@@ -129,6 +163,7 @@ class Engine:
         self._control = ControlPlane(self._frontend, model_path=config.model_path)
         self._frontend.bind(self._thread.loop)
         self._closed = False
+        atexit.register(self.shutdown)  # torch does not bear that its thread is torn away in the middle of a step
 
     # generating
 
@@ -216,7 +251,8 @@ class Engine:
             while (chunk := self._thread.run(_next(chunks))) is not None:
                 yield chunk
         finally:
-            self._thread.run(_close(chunks))
+            if not self._closed:
+                self._thread.run(_close(chunks))
 
     async def _aiterate(self, call: GenerateCall) -> AsyncIterator[dict[str, Any]]:
         chunks = self._chunks(call)
@@ -224,11 +260,15 @@ class Engine:
             while (chunk := await asyncio.wrap_future(self._thread.submit(_next(chunks)))) is not None:
                 yield chunk
         finally:
-            await asyncio.wrap_future(self._thread.submit(_close(chunks)))
+            if not self._closed:
+                await asyncio.wrap_future(self._thread.submit(_close(chunks)))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """End requests whose id begins with `rid`, or all; they return what they have with type abort."""
-        self._thread.loop.call_soon_threadsafe(lambda: self._frontend.abort(rid, everything=abort_all))
+        self._thread.run(self._abort(rid, abort_all))
+
+    async def _abort(self, rid: str, everything: bool) -> None:
+        self._frontend.abort(rid, everything=everything)
 
     # control
 
@@ -269,9 +309,10 @@ class Engine:
 
     def shutdown(self) -> None:
         """Stop the engine and give its memory back; running requests end with type abort. May be called twice."""
-        if self._closed:
+        if self._closed or not self._thread.here:
             return
         self._closed = True
+        atexit.unregister(self.shutdown)
         self._client.shutdown()
         self._thread.run(self._fail_rest())
         self._frontend.close()

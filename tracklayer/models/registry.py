@@ -25,12 +25,19 @@ def all_families() -> tuple[Family, ...]:
 def resolve(config: dict[str, Any]) -> tuple[Family, ModelSpec]:
     """The family and the ModelSpec of a checkpoint's config.json.
 
-    Raises CheckpointError for an architecture that is not known; the message lists those that are.
+    Raises CheckpointError for an architecture that is not known (the message lists those that are), and for a config
+    that lacks a value or holds an impossible one.
     """
     names = config.get("architectures") or ["(none)"]
+    if not isinstance(names, list):
+        raise CheckpointError(f"architectures in config.json must be a list, got {names!r}")
     for family in all_families():
         if names[0] in family.architectures and family.claims(config):
-            return family, family.spec(config)
+            try:
+                return family, family.spec(config)
+            except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+                kind = type(error).__name__
+                raise CheckpointError(f"this config.json makes no {family.name} model: {kind}: {error}") from error
     for family in all_families():
         if names[0] in family.architectures:
             raise CheckpointError(
