@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tracklayer.kernels.expert_tiles import activate_tile, activation_constants
-from tracklayer.kernels.experts import ExpertSpec
+from tracklayer.kernels.experts import ExpertSpec, activate
 from tracklayer.kernels.jit import await_previous, has_pdl
 from tracklayer.kernels.route_sort import SortedPairs
 
@@ -242,8 +242,6 @@ def grouped_gemm_ref(
     bias: Tensor | None = None,
 ) -> Tensor:
     """The torch reference of `grouped_gemm`, in float64; rows without an expert are NaN."""
-    from tracklayer.kernels.experts import activate
-
     top_k, starts = weights_TK.shape[1], pairs.starts_E1.tolist()
     columns = w_EQR.shape[1] // (2 if first and spec.gated else 1)
     out = torch.full((weights_TK.numel(), columns), float("nan"), dtype=torch.float64, device=a.device)

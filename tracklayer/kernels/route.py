@@ -15,7 +15,14 @@ from torch import Tensor
 
 from tracklayer.kernels.dispatch import use_triton
 from tracklayer.kernels.norm import AddNorm, as_tensor
-from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing, check_router_inputs, select_experts
+from tracklayer.kernels.topk import (
+    RouterSpec,
+    RouteStore,
+    Routing,
+    check_router_inputs,
+    select_experts,
+    select_experts_ref,
+)
 
 
 def route(
@@ -72,8 +79,6 @@ def route_ref(
     num_tokens_1: Tensor | None = None,
 ) -> Routing:
     """The torch reference of `route`: same arguments, same result."""
-    from tracklayer.kernels.topk import select_experts_ref
-
     logits_TE = gate_logits(as_tensor(x), gate_ED, gate_bias_E, spec)
     return select_experts_ref(
         logits_TE, spec, bias_E=bias_E, expert_scale_E=expert_scale_E, store=store, num_tokens_1=num_tokens_1
