@@ -1,0 +1,107 @@
+"""Reasoning apart from the answer: one table of formats, one incremental parser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tracklayer.server.markers import Cutter
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family marks its reasoning.
+
+    opens: the reply begins inside the reasoning even if the prompt does not end with `begin`.
+    cuts: what also ends the reasoning, and stays in the answer. drops: headers in the answer that say nothing.
+    repeats: reasoning may come again after some answer.
+    special: the markers are special tokens, which must be kept in the text.
+    """
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    opens: bool = False
+    cuts: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+    repeats: bool = False
+    special: bool = False
+
+
+THINK = ReasoningFormat()
+OPENED = ReasoningFormat(opens=True)
+REASONING_FORMATS = {
+    "deepseek-r1": OPENED,
+    "deepseek-v3": THINK,
+    "glm45": ReasoningFormat(cuts=("<tool_call>",)),
+    "gpt-oss": ReasoningFormat(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        cuts=("<|channel|>commentary",),
+        drops=("<|start|>assistant", "<|channel|>final<|message|>"),
+        repeats=True,
+        special=True,
+    ),
+    "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
+    "kimi_k2": ReasoningFormat(cuts=("<|tool_calls_section_begin|>",)),
+    "mimo": THINK,
+    "minimax": OPENED,
+    "qwen3": ReasoningFormat(cuts=("<tool_call>",)),
+    "qwen3-thinking": OPENED,
+    "step3": OPENED,
+}
+
+
+class ReasoningParser:
+    """Splits one reply into reasoning and answer. `prompt_end`: the last text of the prompt.
+
+    White space around the reasoning is dropped; every other character of the reply comes out once, in order.
+    """
+
+    def __init__(self, form: ReasoningFormat, prompt_end: str = "") -> None:
+        self._form = form
+        tail = prompt_end.rstrip()
+        self._inside = tail.endswith(form.begin) or (form.opens and not tail.endswith(form.end))
+        self._over = tail.endswith(form.end)
+        self._cutter = Cutter((form.begin, form.end, *form.cuts, *form.drops))
+        self._space = ""
+        self._fresh = True  # nothing but white space came in this part
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """(new reasoning, new answer) after more text."""
+        return self._take(self._cutter.feed(text))
+
+    def flush(self) -> tuple[str, str]:
+        """The rest, at the end of the reply."""
+        return self._take(self._cutter.flush())
+
+    def _take(self, pieces: Iterable[tuple[str, bool]]) -> tuple[str, str]:
+        reasoning, answer = "", ""
+        for piece, marker in pieces:
+            if not marker:
+                if self._inside:
+                    reasoning += self._trimmed(piece)
+                else:
+                    answer += self._led(piece)
+            elif self._inside and piece != self._form.begin:
+                self._inside, self._over, self._fresh, self._space = False, True, True, ""
+                answer += piece if piece in self._form.cuts else ""
+            elif piece == self._form.begin and (self._form.repeats or not self._over):
+                self._inside, self._fresh = True, True
+            elif not (self._inside or piece in self._form.drops or (piece == self._form.end and self._form.repeats)):
+                answer += self._led(piece)
+        return reasoning, answer
+
+    def _trimmed(self, piece: str) -> str:
+        """A piece of reasoning without white space at the start; that at the end waits for what follows."""
+        piece = self._space + (piece.lstrip() if self._fresh else piece)
+        self._fresh = self._fresh and not piece
+        shown = piece.rstrip()
+        self._space = piece[len(shown) :]
+        return shown
+
+    def _led(self, piece: str) -> str:
+        """A piece of the answer; white space directly after the reasoning is dropped."""
+        if self._over and self._fresh:
+            piece = piece.lstrip()
+            self._fresh = not piece
+        return piece
