@@ -143,6 +143,15 @@ def test_overlap_gives_the_tokens_and_log_probabilities_of_no_overlap(folder, to
     assert all(p <= 0 for p in found[0][1])
 
 
+def test_older_structural_tags_are_understood(folder, tokenizer):
+    core = make_core(folder)
+    tag = {"structures": [{"begin": "<f=a>", "schema": {"type": "boolean"}, "end": "</f>"}], "triggers": ["<f="]}
+    only = {220: -20.0, **{t: 30.0 for t in tokenizer.encode("<f=")}}
+    result = drive(core, [ask("a", tokenizer, tokens=60, structural_tag=json.dumps(tag), logit_bias=only)])["a"]
+    calls = re.findall("<f=(.*?)</f>", text_of(tokenizer, result), re.S)
+    assert calls and all(re.fullmatch(r"a>\s*(true|false)\s*", call) for call in calls)
+
+
 GRAMMARS = [
     ("regex", "(yes|no) [0-9]{3}", r"(yes|no) [0-9]{3}"),
     ("ebnf", 'root ::= "<" word ">"\nword ::= [a-z] [a-z] [a-z]', r"<[a-z]{3}>"),
@@ -226,6 +235,8 @@ BAD = [
     ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum"),
     ("structural_tag", '{"type": "structural_tag"}', "structural"),
     ("structural_tag", "[", "structural_tag"),
+    ("structural_tag", '{"structures": [1]}', "structures"),
+    ("structural_tag", '{"structures": [{"begin": "<f>"}], "triggers": ["<f"]}', "structural_tag"),
 ]
 
 

@@ -106,8 +106,6 @@ LACKING: dict[str, Any] = {
     "speculative_algorithm": None,
     "disaggregation_mode": "null",
     "enable_hierarchical_cache": False,
-    "tool_call_parser": None,
-    "reasoning_parser": None,
 }
 
 

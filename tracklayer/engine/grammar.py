@@ -6,6 +6,7 @@ advances with each committed token, and says which tokens may come next.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -124,7 +125,7 @@ class Grammars:
                 return Compiled(compiler.compile_regex(text))
             if kind == "ebnf":
                 return Compiled(compiler.compile_grammar(xgrammar.Grammar.from_ebnf(text)))
-            return Compiled(compiler.compile_structural_tag(text))
+            return Compiled(compiler.compile_structural_tag(_current_tag(text)))
         except (RuntimeError, ValueError, TypeError) as error:
             raise UserError(f"{kind} is not a grammar that can be used: {_plain(error)}") from error
 
@@ -165,6 +166,30 @@ def _without_control(vocabulary: list[bytes]) -> np.ndarray:
     padded = np.ones(-(-len(allowed) // 32) * 32, bool)
     padded[: len(allowed)] = allowed
     return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+def _current_tag(text: str) -> str:
+    """A structural tag in the form with `format`; the older one with `structures` and `triggers` is turned into it.
+
+    Raises ValueError.
+    """
+    tag = json.loads(text)
+    if not isinstance(tag, dict):
+        raise ValueError("a structural tag is a JSON object")
+    if "structures" not in tag:
+        return text
+    if not isinstance(tag["structures"], list) or not all(isinstance(s, dict) for s in tag["structures"]):
+        raise ValueError("structures must be a list of objects with begin, schema and end")
+    tags = [
+        {
+            "begin": one.get("begin"),
+            "content": {"type": "json_schema", "json_schema": one.get("schema", {})},
+            "end": one.get("end"),
+        }
+        for one in tag["structures"]
+    ]
+    form = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+    return json.dumps({"type": "structural_tag", "format": form})
 
 
 def _plain(error: Exception) -> str:

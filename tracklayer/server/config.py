@@ -9,6 +9,8 @@ from typing import Any
 
 from tracklayer.config import check_choices, check_positive, flag
 from tracklayer.errors import UserError
+from tracklayer.server.reasoning_parsers import REASONING_FORMATS
+from tracklayer.server.tool_parsers import TOOL_FORMATS
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MIB = 1 << 20
@@ -30,6 +32,12 @@ class ServerConfig:
     )
     preferred_sampling_params: str = flag("{}", "JSON object laid under every /generate request's sampling_params")
     allow_auto_truncate: bool = flag(False, "cut prompts and lengths that do not fit instead of refusing them")
+    tool_call_parser: str | None = flag(
+        None, "how this model writes calls of tools; default: they stay text", choices=(None, *TOOL_FORMATS)
+    )
+    reasoning_parser: str | None = flag(
+        None, "how this model marks its reasoning; default: it stays text", choices=(None, *REASONING_FORMATS)
+    )
     stream_interval: int = flag(1, "tokens per streamed chunk")
     incremental_streaming_output: bool = flag(False, "/generate streams send what is new instead of everything so far")
     stream_response_default_include_usage: bool = flag(False, "OpenAI streams end with usage unless told otherwise")

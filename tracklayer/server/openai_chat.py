@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tracklayer.engine.intake import GenerateCall
-from tracklayer.engine.reply import Shown, meta_info
+from tracklayer.engine.reply import meta_info
 from tracklayer.engine.sample import Sample
 from tracklayer.errors import UserError
 from tracklayer.server import openai
+from tracklayer.server.chat_reply import ReplyReader, reply_params
 from tracklayer.server.docs import body_of
 from tracklayer.server.io import EventStream, Opened, answer, event, opened, read_body, unless_gone
 from tracklayer.server.protocol import ChatBody
 from tracklayer.server.service import Service, route_format, service_of
+from tracklayer.types import GRAMMARS
 
 router = APIRouter()
 OBJECT, CHUNK = "chat.completion", "chat.completion.chunk"
@@ -30,9 +33,11 @@ def to_call(body: ChatBody, request: Request, service: Service) -> GenerateCall:
         for name in NOT_STREAMED:
             if getattr(body, name):
                 raise UserError(f"{name} can not be combined with stream: true")
-    if body.tool_choice == "required" or isinstance(body.tool_choice, dict):
-        raise UserError("tool_choice must be auto or none: forcing a call needs structured output, not available here")
-    params = {**service.chat_defaults, **openai.sampling_of(body)}
+    asked, needed = openai.sampling_of(body), reply_params(body, service)
+    both = [name for name in GRAMMARS if asked.get(name) and "json_schema" in needed]
+    if both:
+        raise UserError(f"tool_choice {body.tool_choice!r:.80} and {both[0]} (or response_format) exclude each other")
+    params = {**service.chat_defaults, **asked, **needed}
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if limit is not None and limit < 1:
         raise UserError(f"max_completion_tokens must be at least 1, got {limit}")
@@ -81,16 +86,18 @@ async def chat(request: Request) -> Response:
 
 
 def _choice(service: Service, sample: Sample, body: ChatBody) -> dict[str, Any]:
+    reader = ReplyReader(body, service, sample.request.input_ids)
+    part = reader.read(sample.text or "", last=True)
     choice: dict[str, Any] = {
         "index": sample.index,
         "message": {
             "role": "assistant",
-            "content": sample.text or "",
-            "reasoning_content": None,
-            "tool_calls": None,
+            "content": part.content,
+            "reasoning_content": part.reasoning or None,
+            "tool_calls": [call.wire() for call in part.calls] or None,
         },
         "logprobs": openai.chat_logprobs(sample.output_logprobs, sample.output_top) if body.logprobs else None,
-        "finish_reason": openai.finish_reason(sample),
+        "finish_reason": _finish_reason(sample, reader),
         "matched_stop": openai.matched_stop(sample),
     }
     if body.return_meta_info:
@@ -106,8 +113,24 @@ def _choice(service: Service, sample: Sample, body: ChatBody) -> dict[str, Any]:
     return choice
 
 
-def _delta(index: int, content: str | None = None, role: str | None = None) -> dict[str, Any]:
-    delta: dict[str, Any] = {} if content is None else {"content": content, "reasoning_content": None}
+def _finish_reason(sample: Sample, reader: ReplyReader) -> str | None:
+    reason = openai.finish_reason(sample)
+    return "tool_calls" if reason == "stop" and reader.num_calls else reason
+
+
+@dataclass(slots=True)
+class Told:
+    """What a stream has told of one sample."""
+
+    reader: ReplyReader
+    tokens: int = 0
+
+
+def _delta(
+    index: int, content: str | None = None, *, reasoning: str | None = None, role: str | None = None
+) -> dict[str, Any]:
+    told = content is not None or reasoning is not None
+    delta: dict[str, Any] = {"content": content, "reasoning_content": reasoning} if told else {}
     if role is not None:
         delta["role"] = role
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
@@ -116,13 +139,18 @@ def _delta(index: int, content: str | None = None, role: str | None = None) -> d
 async def _events(service: Service, body: ChatBody, source: Opened[Sample]) -> AsyncGenerator[bytes, None]:
     """Role, content deltas and an end for each index; then routes and usage where asked."""
     _, every_usage = openai.wants_usage(body, service)
-    shown: dict[int, Shown] = {}
+    told: dict[int, Told] = {}
     samples: dict[int, Sample] = {}
     base: dict[str, Any] = {}
     async for sample in source:
         base = base or openai.head(CHUNK, body.model, sample.rid)
         samples[sample.index] = sample
-        for part in _parts(sample, body, shown):
+        parts = []
+        if sample.index not in told:
+            told[sample.index] = Told(ReplyReader(body, service, sample.request.input_ids))
+            parts.append(_delta(sample.index, "", role="assistant"))
+        parts += _parts(sample, body, told[sample.index])
+        for part in parts:
             chunk = {**base, "choices": [part]}
             if every_usage:
                 chunk["usage"] = openai.usage([sample], 1, service)
@@ -133,23 +161,22 @@ async def _events(service: Service, body: ChatBody, source: Opened[Sample]) -> A
         yield event(chunk)
 
 
-def _parts(sample: Sample, body: ChatBody, shown: dict[int, Shown]) -> list[dict[str, Any]]:
-    """The choices to send for a sample's news."""
-    parts, index = [], sample.index
-    if index not in shown:
-        shown[index] = Shown()
-        parts.append(_delta(index, "", "assistant"))
-    text, count, seen = sample.text or "", len(sample.output_ids), shown[index]
-    if len(text) > seen.characters or (body.logprobs and count > seen.tokens):
-        part = _delta(index, text[seen.characters :])
-        if body.logprobs:
-            part["logprobs"] = openai.chat_logprobs(
-                sample.output_logprobs[seen.tokens :], sample.output_top[seen.tokens :]
-            )
-        seen.characters, seen.tokens = len(text), count
-        parts.append(part)
+def _parts(sample: Sample, body: ChatBody, told: Told) -> list[dict[str, Any]]:
+    """The choices to send for a sample's news: reasoning, content, calls, and the end."""
+    index, count, reader = sample.index, len(sample.output_ids), told.reader
+    news = reader.read(sample.text or "", last=sample.finish is not None)
+    parts = [_delta(index, reasoning=news.reasoning)] if news.reasoning else []
+    parts += [_delta(index, news.content)] if news.content else []
+    for number, call in enumerate(news.calls, reader.num_calls - len(news.calls)):
+        parts.append(_delta(index))
+        parts[-1]["delta"] = {"tool_calls": [call.wire(number)]}
+    if body.logprobs and count > told.tokens:
+        parts = parts or [_delta(index, "")]
+        new = slice(told.tokens, count)
+        parts[0]["logprobs"] = openai.chat_logprobs(sample.output_logprobs[new], sample.output_top[new])
+        told.tokens = count
     if sample.finish is not None:
         end = _delta(index)
-        end["finish_reason"], end["matched_stop"] = openai.finish_reason(sample), openai.matched_stop(sample)
+        end["finish_reason"], end["matched_stop"] = _finish_reason(sample, reader), openai.matched_stop(sample)
         parts.append(end)
     return parts

@@ -117,6 +117,8 @@ class ChatBody(OpenAIBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     return_meta_info: bool | None = None
