@@ -17,7 +17,7 @@ from tiny import save
 from tracklayer.engine import grammar
 from tracklayer.engine.grammar import Grammars, check_grammar
 from tracklayer.engine.tokenizer import load_tokenizer
-from tracklayer.errors import CheckpointError, UserError
+from tracklayer.errors import CapacityError, CheckpointError, UserError
 from tracklayer.runner.sampling import apply_mask
 from tracklayer.types import SamplingParams
 
@@ -271,9 +271,14 @@ def test_one_text_is_compiled_once_and_a_slow_one_is_given_up(folder, monkeypatc
     gate = threading.Event()
     monkeypatch.setattr(grammar, "COMPILE_S", 0.2)
     monkeypatch.setattr(grammars, "_compile", lambda kind, text: gate.wait(30))
-    answers = [grammars.compile(SamplingParams(regex="b")) for _ in range(3)]
+    answers = [grammars.compile(SamplingParams(regex=text)) for text in ("b", "c", "d")]
+    assert grammars.compile(SamplingParams(regex="c")) is answers[1]
+    monkeypatch.setattr(grammar, "MOST_WAITING", 3)
+    with pytest.raises(CapacityError, match="ask again later"):
+        grammars.compile(SamplingParams(regex="e"))
     errors = [type(a.exception(timeout=10)).__name__ for a in answers]
     gate.set()
+    assert not grammars._waiting
     grammars.close()
     assert errors == ["UserError", "UserError", "CapacityError"]  # the third never had a worker
 

@@ -25,6 +25,7 @@ DEEPEST = 100  # nested brackets: the compiler recurses
 COMPILE_S = 30.0
 CACHE_BYTES = 256 << 20
 WORKERS = 2
+MOST_WAITING = 256  # grammars that are being compiled or wait for it
 _BRACKETS = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
 
 
@@ -70,21 +71,31 @@ class Grammars:
         self._vocab_size = vocab_size
         self._stops = stop_token_ids
         self._lock = threading.Lock()
+        self._loading = (
+            threading.Lock()
+        )  # held while the tokenizer is read, which the engine's thread must not wait for
         self._compiler: Any = None
         self._no_control_W: np.ndarray | None = None
+        self._waiting: dict[tuple[str, str], Future[Compiled]] = {}
         self._workers: ThreadPoolExecutor | None = None
 
     def compile(self, params: SamplingParams) -> Future[Compiled]:
-        """The compiled grammar of a request, through a future that ends within COMPILE_S.
+        """The compiled grammar of a request, through a future that ends within COMPILE_S; equal ones share it.
 
-        Its errors: UserError naming what is wrong or that it took too long, CapacityError when others hold all
-        workers, CheckpointError without a tokenizer.
+        Raises CapacityError when MOST_WAITING wait. The future's errors: UserError naming what is wrong or that it
+        took too long, CapacityError when others hold all workers, CheckpointError without a tokenizer.
         """
         grammar = grammar_of(params)
         assert grammar is not None, "no grammar to compile"
-        with self._lock:
-            self._workers = self._workers or ThreadPoolExecutor(WORKERS, thread_name_prefix="grammar")
         answer: Future[Compiled] = Future()
+        with self._lock:
+            if grammar in self._waiting:
+                return self._waiting[grammar]
+            if len(self._waiting) >= MOST_WAITING:
+                raise CapacityError(f"{MOST_WAITING} grammars wait to be compiled; ask again later")
+            self._waiting[grammar] = answer
+            self._workers = self._workers or ThreadPoolExecutor(WORKERS, thread_name_prefix="grammar")
+        answer.add_done_callback(lambda _: self._waiting.pop(grammar))
         work = self._workers.submit(self._compile, *grammar)
         timer = threading.Timer(COMPILE_S, self._give_up, (answer, work, grammar[0]))
         timer.daemon = True
@@ -134,7 +145,7 @@ class Grammars:
         import xgrammar
         from transformers import AutoTokenizer
 
-        with self._lock:
+        with self._loading:
             if self._compiler is None:
                 try:
                     tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
