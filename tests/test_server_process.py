@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import errno
 import os
 import signal
 import subprocess
@@ -195,3 +197,21 @@ def test_what_can_not_be_sent_is_not_waited_for():
         assert not engine._futures
     finally:
         engine.shutdown()
+
+
+def test_arrays_go_through_the_socket_when_shared_memory_is_full(tmp_path, monkeypatch):
+    """A full tmpfs lets a file grow and kills who writes into the mapping: only a write tells."""
+    wire, array = Wire(tmp_path), np.arange(SHARED_BYTES, dtype=np.uint8)
+    real = builtins.open
+
+    def full(path, mode="r", **options):
+        if mode == "xb":
+            real(path, mode, **options).close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, mode, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", full)
+        raw = wire.pack(array)
+    np.testing.assert_array_equal(wire.unpack(raw), array)
+    assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ memory lives exactly as long as the array made from it.
 from __future__ import annotations
 
 import itertools
+import logging
 import mmap
 import os
 from dataclasses import fields
@@ -20,6 +21,7 @@ from tracklayer.config import EngineConfig
 from tracklayer.engine.client import EngineInfo
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 
+log = logging.getLogger(__name__)
 SHARED_BYTES = 1 << 16  # arrays of this size and more go through shared memory
 ARRAY, SHARED, RECORD, SET = 1, 2, 3, 4
 RECORDS = (EngineConfig, EngineInfo, EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs)
@@ -27,6 +29,10 @@ _CODES = {kind: code for code, kind in enumerate(RECORDS)}
 _NAMES = [tuple(f.name for f in fields(kind)) for kind in RECORDS]
 # sequences come back as tuples; these fields are lists
 _LISTS = [tuple(f.name for f in fields(kind) if str(f.type).startswith("list")) for kind in RECORDS]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class Wire:
@@ -61,13 +67,13 @@ class Wire:
         if self._folder is None or array.nbytes < SHARED_BYTES:
             return msgpack.ExtType(ARRAY, msgpack.packb((*head, array.tobytes())))
         path = self._folder / f"{os.getpid()}-{next(self._numbers)}"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.ftruncate(file, array.nbytes)
-            with mmap.mmap(file, array.nbytes) as memory:
-                memory[:] = array.reshape(-1).view(np.uint8).data
-        finally:
-            os.close(file)
+        try:  # written, not mapped: a full folder is then an error and not the end of the process
+            with open(path, "xb", opener=_private) as file:
+                file.write(array.reshape(-1).view(np.uint8).data)
+        except OSError as error:
+            log.warning("an array of %d bytes goes through the socket: %s", array.nbytes, error)
+            path.unlink(missing_ok=True)
+            return msgpack.ExtType(ARRAY, msgpack.packb((*head, array.tobytes())))
         return msgpack.ExtType(SHARED, msgpack.packb((*head, path.name)))
 
     def _restore(self, code: int, data: bytes) -> Any:
