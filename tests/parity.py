@@ -168,6 +168,13 @@ def generate(core: EngineCore, prompts: dict[str, list[int]], count: int, logpro
     return answers
 
 
+def routes_of(core: EngineCore) -> np.ndarray:
+    """Routes [T, L, K] of a short answer: to see whether two engines are the same model."""
+    routes = generate(core, {"a": [3, 1, 4, 1, 5, 9, 2, 6]}, 4)["a"].routes
+    assert routes is not None
+    return routes
+
+
 def compare(
     core: EngineCore, reference: Reference, answers: dict[str, Answer], mode: Mode, start: int, end: int | None
 ) -> None:

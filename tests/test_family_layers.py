@@ -11,8 +11,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from parity import Reference, generate, tiny_engine
-from safetensors import safe_open
+from parity import Reference, generate, routes_of, tiny_engine
 from safetensors.torch import save_file
 
 from tracklayer.errors import CheckpointError
@@ -149,15 +148,6 @@ def test_ids_where_the_reference_has_none(variant, top_k, tmp_path):
         assert [sorted(row) for row in answer.routes[:, column].tolist()] == expected[layer].tolist()
 
 
-def tensors_of(folder):
-    with safe_open(folder / "model.safetensors", framework="pt") as handle:
-        return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-
-
-def routes_of(core):
-    return generate(core, {"a": [3, 1, 4, 1, 5, 9, 2, 6]}, 4)["a"].routes
-
-
 @pytest.mark.parametrize(
     ("variant", "extra"),
     [
@@ -168,13 +158,21 @@ def routes_of(core):
         ("exaone_moe", "mtp.layers.0.mlp.gate.weight"),
         ("mimo_v2", "model.mtp.layers.0.mlp.gate.weight"),
         ("ernie4_5_moe", "model.mtp_block.0.mlp.gate.weight"),
+        ("deepseek_v3", "model.layers.3.mlp.gate.weight"),
+        ("glm4_moe_lite", "model.layers.3.mlp.gate.weight"),
+        ("bailing_hybrid", "model.layers.4.mlp.gate.weight"),
+        ("bailing_moe_v2_5", "model.layers.4.mlp.gate.weight"),
+        ("longcat_flash", "model.mtp.layers.0.mlp.router.classifier.weight"),
+        ("qwen3_next", "mtp.layers.0.mlp.gate.weight"),
+        ("qwen3_5_moe", "mtp.layers.0.mlp.gate.weight"),
+        ("nemotron_h", "mtp.layers.0.mixer.gate.weight"),
     ],
 )
 def test_draft_layers_are_not_loaded_and_write_no_rows(variant, extra, tmp_path):
     """MTP layers, numbered past the last or from zero: skipped, and the record is as without them."""
     tiny.save(variant, tmp_path)
     before = routes_of(tiny_engine(tmp_path))
-    save_file({**tensors_of(tmp_path), extra: torch.full((8, 32), 9.0)}, tmp_path / "model.safetensors")
+    save_file({**tiny.tensors_of(tmp_path), extra: torch.full((8, 32), 9.0)}, tmp_path / "model.safetensors")
     core = tiny_engine(tmp_path)
     assert (routes_of(core) == before).all()
     assert len(core.info.layer_ids) == before.shape[1]
@@ -183,7 +181,7 @@ def test_draft_layers_are_not_loaded_and_write_no_rows(variant, extra, tmp_path)
 def test_a_surplus_layer_is_no_draft_layer_where_there_are_none(tmp_path):
     tiny.save("mixtral", tmp_path)
     surplus = {"model.layers.3.block_sparse_moe.gate.weight": torch.ones(8, 32)}
-    save_file({**tensors_of(tmp_path), **surplus}, tmp_path / "model.safetensors")
+    save_file({**tiny.tensors_of(tmp_path), **surplus}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="surplus tensor"):
         tiny_engine(tmp_path)
 
@@ -194,6 +192,8 @@ def test_a_surplus_layer_is_no_draft_layer_where_there_are_none(tmp_path):
         ("llama4", "Llama4ForConditionalGeneration", ("", "language_model."), "vision_model.patch.weight"),
         ("gemma4_moe", "Gemma4ForConditionalGeneration", ("model.", "model.language_model."), "model.vision_tower.x"),
         ("step3p5", "Step3p7ForConditionalGeneration", ("", ""), "vision_model.conv1.weight"),
+        ("kimi_k2", "KimiK25ForConditionalGeneration", ("", "language_model."), "vision_tower.patch.weight"),
+        ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", ("model.", "model.language_model."), "model.visual.x"),
     ],
 )
 def test_multimodal_wrappers(variant, architecture, prefix, tower, tmp_path):
@@ -204,7 +204,10 @@ def test_multimodal_wrappers(variant, architecture, prefix, tower, tmp_path):
     config.pop("architectures")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": config}))
     bare, wrapped = prefix
-    renamed = {wrapped + name.removeprefix(bare): tensor for name, tensor in tensors_of(tmp_path).items()}
+    renamed = {
+        wrapped + name.removeprefix(bare) if name.startswith(bare) else name: tensor
+        for name, tensor in tiny.tensors_of(tmp_path).items()
+    }
     save_file({**renamed, tower: torch.ones(3)}, tmp_path / "model.safetensors")
     assert (routes_of(tiny_engine(tmp_path)) == before).all()
 
@@ -287,7 +290,7 @@ SPOILT = {
 def test_a_nan_in_the_gate_is_never_chosen_and_never_spreads(variant, tmp_path):
     """One expert's logits are NaN: every row still holds distinct experts in range, and every number stays finite."""
     tiny.save(variant, tmp_path)
-    tensors = tensors_of(tmp_path)
+    tensors = tiny.tensors_of(tmp_path)
     tensors[SPOILT[variant]][3] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
     core = tiny_engine(tmp_path)

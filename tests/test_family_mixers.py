@@ -1,14 +1,11 @@
-"""What breaks the record where mixers are latent or recurrent: layer axis, lists, wrappers, MTP layers."""
+"""What breaks the record where mixers are latent or recurrent: layer axis, lists, stacked experts."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import tiny
 import torch
-from parity import generate, tiny_engine
-from safetensors import safe_open
+from parity import routes_of, tiny_engine
 from safetensors.torch import save_file
 
 from tracklayer.errors import CheckpointError
@@ -104,62 +101,11 @@ def test_what_is_not_served_is_refused_by_name(name, change, word):
         resolve(config_of(name, **change))
 
 
-def tensors_of(folder):
-    with safe_open(folder / "model.safetensors", framework="pt") as handle:
-        return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 (not a dict)
-
-
-def routes_of(core):
-    return generate(core, {"a": [3, 1, 4, 1, 5, 9, 2, 6]}, 4)["a"].routes
-
-
-@pytest.mark.parametrize(
-    ("variant", "extra"),
-    [
-        ("deepseek_v3", "model.layers.3.mlp.gate.weight"),
-        ("glm4_moe_lite", "model.layers.3.mlp.gate.weight"),
-        ("bailing_hybrid", "model.layers.4.mlp.gate.weight"),
-        ("bailing_moe_v2_5", "model.layers.4.mlp.gate.weight"),
-        ("longcat_flash", "model.mtp.layers.0.mlp.router.classifier.weight"),
-        ("qwen3_next", "mtp.layers.0.mlp.gate.weight"),
-        ("qwen3_5_moe", "mtp.layers.0.mlp.gate.weight"),
-        ("nemotron_h", "mtp.layers.0.mixer.gate.weight"),
-    ],
-)
-def test_draft_layers_are_not_loaded_and_write_no_rows(variant, extra, tmp_path):
-    tiny.save(variant, tmp_path)
-    before = routes_of(tiny_engine(tmp_path))
-    save_file({**tensors_of(tmp_path), extra: torch.full((8, 32), 9.0)}, tmp_path / "model.safetensors")
-    assert (routes_of(tiny_engine(tmp_path)) == before).all()
-
-
-@pytest.mark.parametrize(
-    ("variant", "architecture", "prefix", "tower"),
-    [
-        ("kimi_k2", "KimiK25ForConditionalGeneration", ("", "language_model."), "vision_tower.patch.weight"),
-        ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", ("model.", "model.language_model."), "model.visual.x"),
-    ],
-)
-def test_multimodal_wrappers(variant, architecture, prefix, tower, tmp_path):
-    tiny.save(variant, tmp_path)
-    before = routes_of(tiny_engine(tmp_path))
-    config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("architectures")
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": config}))
-    bare, wrapped = prefix
-    renamed = {
-        name if not name.startswith(bare) else wrapped + name.removeprefix(bare): tensor
-        for name, tensor in tensors_of(tmp_path).items()
-    }
-    save_file({**renamed, tower: torch.ones(3)}, tmp_path / "model.safetensors")
-    assert (routes_of(tiny_engine(tmp_path)) == before).all()
-
-
 def test_fused_experts_load_as_single_ones(tmp_path):
     """Qwen3.5's published files stack the experts, transformers saves them one by one."""
     tiny.save("qwen3_5_moe", tmp_path)
     before = routes_of(tiny_engine(tmp_path))
-    tensors = tensors_of(tmp_path)
+    tensors = tiny.tensors_of(tmp_path)
     for i in range(4):
         base = f"model.layers.{i}.mlp.experts."
         one = [{p: tensors.pop(f"{base}{j}.{p}_proj.weight") for p in ("gate", "up", "down")} for j in range(8)]
@@ -171,7 +117,7 @@ def test_fused_experts_load_as_single_ones(tmp_path):
 
 def test_interleaved_projections_of_a_wrong_shape_or_asked_back_are_named(tmp_path):
     tiny.save("qwen3_next", tmp_path)
-    name, whole = "model.layers.0.linear_attn.in_proj_ba.weight", tensors_of(tmp_path)
+    name, whole = "model.layers.0.linear_attn.in_proj_ba.weight", tiny.tensors_of(tmp_path)
     loader = Loader(tiny_engine(tmp_path).model.decoder, resolve(config_of("qwen3_next"))[0])
     with pytest.raises(CheckpointError, match=f"{name}.*read back"):
         loader.read(name)
@@ -186,6 +132,6 @@ def test_interleaved_projections_of_a_wrong_shape_or_asked_back_are_named(tmp_pa
 def test_a_missing_interleaved_projection_is_named(tmp_path):
     tiny.save("qwen3_next", tmp_path)
     gone = "model.layers.0.linear_attn.in_proj_qkvz.weight"
-    save_file({k: v for k, v in tensors_of(tmp_path).items() if k != gone}, tmp_path / "model.safetensors")
+    save_file({k: v for k, v in tiny.tensors_of(tmp_path).items() if k != gone}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=gone):
         tiny_engine(tmp_path)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from reference_models.ling import LING
 from reference_models.plain import MODELS as PLAIN
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_mixers import MIXERS
 from tiny_variants import COMMON
 from tiny_variants import VARIANTS as BUILT
@@ -81,6 +81,11 @@ def save(variant: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
 
 
 Form = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """What the checkpoint in `folder` holds."""
+    return load_file(folder / "model.safetensors")
 
 
 def step_form(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Form:
