@@ -81,6 +81,15 @@ async def test_reasoning_and_calls_whole_and_streamed(more, expected, reason, in
         assert sum(bool(c["choices"][0]["delta"].get("reasoning_content")) for c in chunks) == 1
 
 
+async def test_a_reply_that_a_grammar_binds_is_no_reasoning():
+    """Also where replies begin inside the reasoning."""
+    async with serving(script('{"a": 1}'), reasoning_parser="deepseek-r1") as (client, _, _):
+        body = {"messages": CHAT, "response_format": {"type": "json_object"}}
+        bound = (await client.post(PATH, json=body)).json()["choices"][0]["message"]
+        free = (await client.post(PATH, json={"messages": CHAT})).json()["choices"][0]["message"]
+    assert plain(bound) == ('{"a": 1}', "", []) and plain(free) == ("", '{"a": 1}', [])
+
+
 async def test_markers_that_are_special_tokens_are_kept_for_the_parser():
     async with serving(script("x"), tool_call_parser="kimi_k2") as (client, fake, _):
         for more in ({"tools": TOOLS}, {}, {"tools": TOOLS, "tool_choice": "none"}):

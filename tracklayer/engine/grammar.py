@@ -71,9 +71,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._stops = stop_token_ids
         self._lock = threading.Lock()
-        self._loading = (
-            threading.Lock()
-        )  # held while the tokenizer is read, which the engine's thread must not wait for
+        self._loading = threading.Lock()  # held while the tokenizer is read; the engine's thread never waits for it
         self._compiler: Any = None
         self._no_control_W: np.ndarray | None = None
         self._waiting: dict[tuple[str, str], Future[Compiled]] = {}

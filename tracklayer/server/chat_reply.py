@@ -11,6 +11,7 @@ from tracklayer.server.protocol import ChatBody
 from tracklayer.server.reasoning_parsers import REASONING_FORMATS, ReasoningParser
 from tracklayer.server.service import Service
 from tracklayer.server.tool_parsers import TOOL_FORMATS, ForcedParser, ToolCall, ToolParser, forced_schema
+from tracklayer.types import EngineRequest
 
 PROMPT_END_TOKENS = 16  # enough to hold the marker with which a template opens or closes the reasoning
 
@@ -27,14 +28,15 @@ class Part:
 class ReplyReader:
     """Reads one reply as it grows. Without parsers its content is its text."""
 
-    def __init__(self, body: ChatBody, service: Service, prompt_ids: list[int]) -> None:
+    def __init__(self, body: ChatBody, service: Service, request: EngineRequest) -> None:
         self._read = 0
         self._held = "" if body.stream_reasoning is False else None
         self._reasoning: ReasoningParser | None = None
         form = service.config.reasoning_parser
-        # what a grammar binds from its first token on holds no reasoning
-        if form and body.separate_reasoning is not False and not is_forced(body):
-            tail = service.tokenizer().decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        # what a grammar binds from its first token on holds no reasoning; a structural tag may leave room for it
+        bound = request.sampling.constrained and not request.sampling.structural_tag
+        if form and body.separate_reasoning is not False and not bound:
+            tail = service.tokenizer().decode(request.input_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
             self._reasoning = ReasoningParser(REASONING_FORMATS[form], tail)
         self._tools: ToolParser | ForcedParser | None = None
         if is_forced(body):

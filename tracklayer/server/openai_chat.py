@@ -86,7 +86,7 @@ async def chat(request: Request) -> Response:
 
 
 def _choice(service: Service, sample: Sample, body: ChatBody) -> dict[str, Any]:
-    reader = ReplyReader(body, service, sample.request.input_ids)
+    reader = ReplyReader(body, service, sample.request)
     part = reader.read(sample.text or "", last=True)
     choice: dict[str, Any] = {
         "index": sample.index,
@@ -147,7 +147,7 @@ async def _events(service: Service, body: ChatBody, source: Opened[Sample]) -> A
         samples[sample.index] = sample
         parts = []
         if sample.index not in told:
-            told[sample.index] = Told(ReplyReader(body, service, sample.request.input_ids))
+            told[sample.index] = Told(ReplyReader(body, service, sample.request))
             parts.append(_delta(sample.index, "", role="assistant"))
         parts += _parts(sample, body, told[sample.index])
         for part in parts:
