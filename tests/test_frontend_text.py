@@ -33,6 +33,13 @@ def test_real_text_comes_back_whole_in_any_chunking(text, sizes):
     assert got == text == "".join(shown)
 
 
+def test_a_long_run_of_characters_cut_by_every_push():
+    """Each push ends inside a character for longer than the window holds: there is new text all the same."""
+    text = "0" + chr(0x10000) * 40
+    got, shown = run(LEVEL, LEVEL.encode("User: "), LEVEL.encode(text, add_special_tokens=False), [2])
+    assert got == text == "".join(shown)
+
+
 @given(st.text(alphabet="the cats!ab中🙂é", max_size=40))
 @settings(max_examples=100, deadline=None)
 def test_byte_fallback_text_continues_the_prompt(text):

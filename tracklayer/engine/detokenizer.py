@@ -16,7 +16,7 @@ from tracklayer.errors import UserError
 
 CONTEXT_TOKENS = 5  # prompt tokens decoded along with the first output, so that spacing is that of a continuation
 UNFINISHED = "\ufffd"
-HOLD_TOKENS = 32  # past this the window slides even if its end is not text: bounded work for bytes that never are
+HOLD_TOKENS = 32  # after so many without new text the window slides: bounded work for bytes that never become any
 REGEX_WINDOW = 4096  # characters in which a pattern is looked for; keeps the cost per token constant
 REGEX_SECONDS = 0.1
 REGEX_BYTES = 256
@@ -38,11 +38,12 @@ class Detokenizer:
         self._window = list(prompt_ids[-CONTEXT_TOKENS:])
         self._border = len(self._window)  # ids before it are context only
         self._out = len(self._decode(self._window, **self._options))  # characters of the window's text that are out
+        self._silent = 0  # tokens since the last new text
         self.text = ""
 
     def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
         """Take tokens, return the new text (may be empty). `last`: nothing follows, emit what is left."""
-        stuck = len(self._window) - self._border > HOLD_TOKENS
+        stuck = self._silent > HOLD_TOKENS
         self._window.extend(token_ids)
         if len(self._window) == self._border:
             return ""
@@ -53,6 +54,7 @@ class Detokenizer:
         new = whole[self._out : safe]
         self._out = max(self._out, safe)
         self.text += new
+        self._silent = 0 if new else self._silent + len(token_ids)
         if finished and (new or stuck):
             self._window = self._window[self._border :]
             self._border = len(self._window)
