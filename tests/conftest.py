@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 
@@ -12,6 +13,13 @@ def _torch():  # a bare environment runs the tests of routes and the scheduler w
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The same examples every time where a change is judged; fresh ones on a developer's machine.
+    if importlib.util.find_spec("hypothesis"):
+        from hypothesis import settings
+
+        settings.register_profile("judge", derandomize=True, deadline=None)
+        if os.environ.get("CI"):
+            settings.load_profile("judge")
     torch = _torch()
     if torch is not None:
         torch.set_num_threads(1)
