@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tracklayer.errors import UserError
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput
 
 
@@ -36,6 +37,14 @@ class EngineInfo:
 
 
 Consumer = Callable[[list[RequestOutput]], None]
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+def pause_mode(given: str) -> str:
+    """The mode, checked. Raises UserError."""
+    if given not in PAUSE_MODES:
+        raise UserError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {given!r}")
+    return given
 
 
 def failed(rid: str, message: str, status: int = 500, prompt_tokens: int = 0) -> RequestOutput:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
+from tracklayer.engine.client import pause_mode
 from tracklayer.engine.engine import EngineCore
 from tracklayer.errors import TracklayerError, UserError
-
-PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class Operations:
@@ -29,11 +28,10 @@ class Operations:
         busy = core.scheduler.num_running > 0 or (core.scheduler.num_waiting > 0 and not core.paused)
         return not busy and core.scheduler.flush()
 
-    def pause(self, mode: PauseMode = "abort") -> None:
+    def pause(self, mode: str = "abort") -> None:
         """abort: end all requests; retract: back to the queue, KV freed; in_place: frozen. New requests wait."""
         core = self.core
-        if mode not in ("abort", "retract", "in_place"):
-            raise UserError(f"pause mode must be abort, retract or in_place, got {mode!r}")
+        mode = pause_mode(mode)
         core.drain()
         if mode == "abort":
             self.abort_all()

@@ -10,11 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tracklayer.engine.client import EngineInfo
+from tracklayer.engine.client import EngineInfo, pause_mode
 from tracklayer.engine.frontend import TextFrontend
 from tracklayer.errors import TracklayerError, UserError
 
-PAUSE_MODES = ("abort", "retract", "in_place")
 FLUSH_POLL_S = 0.01
 MOST_ROWS = 1 << 31  # of a weight: all
 Outcome = tuple[bool, str]
@@ -51,9 +50,7 @@ class ControlPlane:
 
     async def pause(self, mode: str = "abort") -> None:
         """Stop stepping. abort: everything ends first; retract: pages are freed; in_place: frozen as it is."""
-        if mode not in PAUSE_MODES:
-            raise UserError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-        await self.frontend.control("pause", mode=mode)
+        await self.frontend.control("pause", mode=pause_mode(mode))
         self.paused = True
 
     async def resume(self) -> None:
