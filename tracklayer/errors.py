@@ -1,5 +1,8 @@
 """Every error that a user of Tracklayer can meet, and the HTTP status that each becomes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class TracklayerError(Exception):
     """Base of all errors raised on purpose."""
@@ -39,3 +42,12 @@ class IncompleteRoutes(TracklayerError):
 
 class SelfTestError(TracklayerError):
     """The start-up route self-test failed: recorded routes differ from the reference router's choice."""
+
+
+@contextmanager
+def malformed(what: str) -> Iterator[None]:
+    """Whatever Python says when it trips over outside data of a wrong form inside the block is a UserError."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(f"{what} is malformed: {type(error).__name__}: {error}") from error

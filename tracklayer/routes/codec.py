@@ -14,6 +14,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
+import operator
+import tokenize
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from tracklayer.errors import UserError
+from tracklayer.errors import UserError, malformed
 from tracklayer.routes.forms import Form, RouteShape, resolve_form
 from tracklayer.routes.record import Array, Routes, fill_value, narrow_dtype
 
@@ -157,7 +160,8 @@ def decode(
     and for what `Routes` refuses.
     """
     form = resolve_form(form, declared)
-    ids, start = _unpack(payload, form, start)
+    with malformed("the payload"):
+        ids, start = _unpack(payload, form, start)
     reading = _read_sizes(ids, form, shape, start, num_tokens, shape.top_k + shared_columns)
     ids = ids.reshape(reading.lengths(form.axes))
     if form.axes == "LTK":
@@ -193,7 +197,7 @@ def _unpack(payload: Any, form: Form, start: int) -> tuple[Array, int]:
             if said is not None and start not in (0, said):
                 raise UserError(f"start {start} was asked for but the payload says that its rows start at {said}")
             ids = _from_bytes(payload["data"], str(payload["dtype"]))
-            return _reshape(ids, payload["shape"]), int(start if said is None else said)
+            return _reshape(ids, payload["shape"]), start if said is None else operator.index(said)
     try:
         ids = np.asarray(payload)
     except ValueError as error:
@@ -239,15 +243,15 @@ def _from_npy(blob: bytes) -> Array:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran_order, dtype = read(file)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, tokenize.TokenError) as error:  # numpy parses the header as Python
         raise UserError(f"not a .npy file: {error}") from error
     ids = _from_bytes(memoryview(blob)[file.tell() :], dtype.str)
     return _reshape(ids, shape[::-1]).T if fortran_order else _reshape(ids, shape)
 
 
 def _reshape(ids: Array, shape: Any) -> Array:
-    lengths = tuple(int(n) for n in shape)
-    if int(np.prod(lengths)) != ids.size:
+    lengths = tuple(operator.index(n) for n in shape)
+    if min(lengths, default=0) < 0 or math.prod(lengths) != ids.size:
         raise UserError(f"{ids.size} ids do not fill the shape {list(lengths)} that comes with them")
     return ids.reshape(lengths)
 
@@ -366,10 +370,11 @@ def decode_packed(payload: Mapping[str, Any], *, check: bool = True) -> Routes:
     lacking = [key for key in ("dtype", "shape", "start", "layer_ids", "num_experts", "data") if key not in payload]
     if lacking:
         raise UserError(f"packed routes lack {', '.join(lacking)}")
-    shape, num_experts = payload["shape"], int(payload["num_experts"])
-    if len(shape) != 3 or payload["dtype"] != str(narrow_dtype(num_experts, int(shape[2]))):
-        raise UserError(f"{payload['dtype']} of shape {shape} is not how {num_experts} experts are packed")
-    data = payload["data"]
-    blob = _text_to_bytes(data, "base64") if isinstance(data, str) else data
-    ids_TLK = _reshape(_from_bytes(blob, payload["dtype"]), shape)
-    return Routes(ids_TLK, payload["layer_ids"], num_experts, int(payload["start"]), check=check)
+    with malformed("the packed object"):
+        shape, num_experts = payload["shape"], operator.index(payload["num_experts"])
+        if len(shape) != 3 or payload["dtype"] != str(narrow_dtype(num_experts, int(shape[2]))):
+            raise UserError(f"{payload['dtype']} of shape {shape} is not how {num_experts} experts are packed")
+        data = payload["data"]
+        blob = _text_to_bytes(data, "base64") if isinstance(data, str) else data
+        ids_TLK = _reshape(_from_bytes(blob, payload["dtype"]), shape)
+        return Routes(ids_TLK, payload["layer_ids"], num_experts, operator.index(payload["start"]), check=check)

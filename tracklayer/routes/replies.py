@@ -5,12 +5,13 @@ S tokens of a sequence (prompt P and completion C). numpy only.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
-from tracklayer.errors import UserError
+from tracklayer.errors import UserError, malformed
 from tracklayer.routes.codec import decode, decode_packed
 from tracklayer.routes.forms import RouteShape
 from tracklayer.routes.record import Routes, concat
@@ -52,10 +53,10 @@ def _sequence_length(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> int
     """P + C as the reply counts them; None where it does not (usage adds all choices together)."""
     for owner in (choice.get("meta_info"), reply.get("meta_info")):
         if isinstance(owner, Mapping) and {"prompt_tokens", "completion_tokens"} <= owner.keys():
-            return int(owner["prompt_tokens"]) + int(owner["completion_tokens"])
+            return operator.index(owner["prompt_tokens"]) + operator.index(owner["completion_tokens"])
     usage = reply.get("usage")
     if isinstance(usage, Mapping) and len(reply.get("choices") or ()) == 1:
-        return int(usage["prompt_tokens"]) + int(usage["completion_tokens"])
+        return operator.index(usage["prompt_tokens"]) + operator.index(usage["completion_tokens"])
     return None
 
 
@@ -86,22 +87,26 @@ def from_sglang(
     An aborted request without rows gives empty routes. Packed routes are read too: they say all of it themselves.
     Raises UserError when the field is absent.
     """
-    choice, holder = _choice(reply, index), _holder(reply, index)
-    payload = holder[FIELD]
-    said = holder.get("routed_experts_start_len")
+    with malformed("the reply"):
+        choice, holder = _choice(reply, index), _holder(reply, index)
+        payload, said = holder[FIELD], holder.get("routed_experts_start_len")
+        said = said if said is None else operator.index(said)
+        aborted = _aborted(reply, choice)
+        length = num_tokens if num_tokens is not None else _sequence_length(reply, choice)
     if said is not None and start not in (0, said):
         raise UserError(f"start {start} was asked for, the reply says that its rows start at {said}")
-    start = start if said is None else int(said)
+    start = start if said is None else said
     if not payload:
-        if payload is None and not _aborted(reply, choice):
+        if payload is None and not aborted:
             raise UserError(f"{FIELD} is null although the request was not aborted")
         return _empty(shape, start)
     if isinstance(payload, Mapping):  # this package's server, asked for routed_experts_format "packed"
         packed = decode_packed(payload)
         if not shape.fits(packed):
             raise UserError(f"the reply has {packed!r}, not routes of {shape}")
+        if start not in (0, packed.start):
+            raise UserError(f"start {start} was asked for, the packed rows start at {packed.start}")
         return packed
-    length = num_tokens if num_tokens is not None else _sequence_length(reply, choice)
     dtype = holder.get("routed_experts_dtype", "int32")
     return decode(
         payload,
@@ -131,15 +136,17 @@ def from_vllm(
     The split form marks cached prompt positions -1; they come out as missing rows.
     Raises UserError when the field is absent or null without an abort.
     """
-    choice = _choice(reply, index)
-    payload, prompt = choice.get(FIELD), reply.get("prompt_routed_experts")
+    with malformed("the reply"):
+        choice = _choice(reply, index)
+        payload, prompt = choice.get(FIELD), reply.get("prompt_routed_experts")
+        aborted = _aborted(reply, choice)
+        length = num_tokens if num_tokens is not None else _sequence_length(reply, choice)
     if FIELD not in choice:
         raise UserError(f"the choice has no {FIELD}: start vLLM with --enable-return-routed-experts")
     if payload is None:
-        if not _aborted(reply, choice):
+        if not aborted:
             raise UserError(f"{FIELD} is null although the request was not aborted (preempted?)")
         return _empty(shape, start)
-    length = num_tokens if num_tokens is not None else _sequence_length(reply, choice)
     if isinstance(payload, str):
         return decode(payload, "vllm_0.22", shape, start=start, num_tokens=length, layers=layers)
     if prompt is None:

@@ -160,7 +160,9 @@ class RouteFile(Sequence[Routes]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         entries, data_at = self._read_header()
-        described = dict(entries.pop("__metadata__", {}))
+        described = entries.pop("__metadata__", {})
+        if not isinstance(described, dict):
+            raise self._damaged("its metadata is not an object")
         if described.get("format") != FORMAT:
             raise self._damaged(f"its format is {described.get('format')!r}, not {FORMAT!r}")
         self._map = np.memmap(self.path, np.uint8, "r")
@@ -173,12 +175,16 @@ class RouteFile(Sequence[Routes]):
                 num_experts=int(described.pop("num_experts")),
                 num_hidden_layers=hidden,
             )
-            rows, offsets = len(self._arrays["experts"]), self._arrays["row_offsets"]
             samples = len(self._arrays["starts"])
-        except (KeyError, TypeError, ValueError) as error:
+            owned = [("rows", self._arrays["experts"], self._arrays["row_offsets"])]
+            if self.has_tokens:
+                owned.append(("tokens", self._arrays["token_ids"], self._arrays["token_offsets"]))
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._damaged(f"its header lacks or garbles {error}") from error
-        if len(offsets) != samples + 1 or offsets[0] != 0 or offsets[-1] != rows or (np.diff(offsets) < 0).any():
-            raise self._damaged(f"the offsets of {samples} samples do not fit its {rows} rows")
+        for what, array, offsets in owned:
+            ends = (0, len(array))
+            if len(offsets) != samples + 1 or (offsets[0], offsets[-1]) != ends or (np.diff(offsets) < 0).any():
+                raise self._damaged(f"the offsets of {samples} samples do not fit its {len(array)} {what}")
         self.metadata: dict[str, str] = {key: text for key, text in described.items() if key != "format"}
 
     def _damaged(self, why: str) -> UserError:
@@ -193,7 +199,7 @@ class RouteFile(Sequence[Routes]):
                 entries = json.loads(file.read(length))
         except OSError as error:
             raise UserError(f"{self.path} can not be read: {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._damaged(f"its header is not JSON: {error}") from error
         if not isinstance(entries, dict):
             raise self._damaged("its header is not an object")
@@ -203,7 +209,7 @@ class RouteFile(Sequence[Routes]):
         """One tensor; the large ones as views of the map, the small ones copied (they may lie unaligned)."""
         begin, end = entry["data_offsets"]
         kind = np.dtype(TYPE_NAMES[entry["dtype"]]).newbyteorder("<")
-        if data_at + end > len(self._map) or end - begin != _size_bytes(entry["dtype"], entry["shape"]):
+        if begin < 0 or data_at + end > len(self._map) or end - begin != _size_bytes(entry["dtype"], entry["shape"]):
             raise self._damaged(f"{name} should lie at bytes {begin}..{end} of {len(self._map) - data_at}")
         array = self._map[data_at + begin : data_at + end].view(kind).reshape(entry["shape"])
         return array if name in ("experts", "token_ids") else np.array(array)
