@@ -15,8 +15,6 @@ from typing import Any
 from tracklayer.errors import CheckpointError, UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
 IS_OF: dict[str, Callable[[Any], bool]] = {
     "None": lambda v: v is None,
     "str": lambda v: isinstance(v, str),
@@ -25,45 +23,29 @@ IS_OF: dict[str, Callable[[Any], bool]] = {
     "float": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),
 }
 INT64 = 1 << 63
-RANGES = {
-    "max_running_requests": (1, 1 << 16),
-    "max_total_tokens": (1, (1 << 31) - 1),  # slots are int32
-    "cuda_graph_max_bs": (1, 1 << 16),
-    "max_queued_requests": (0, INT64 - 1),
-    "random_seed": (-INT64, INT64 - 1),
-}
 
 
 def flag(default: Any, text: str, **extra: Any) -> Any:
-    """A field with its help text; extra metadata: choices."""
+    """A field with its help text; extra metadata: choices; low and high, the integers that bound it."""
     return field(default=default, metadata={"help": text, **extra})
 
 
-def check_types(config: Any) -> None:
-    """Raise UserError for a field of a dataclass of flags that is not of its type; a path becomes text."""
+def check_flags(config: Any) -> None:
+    """Check every field of a dataclass of flags: type, choices, bounds; a path becomes text. Raises UserError."""
     for f in fields(config):
         value = getattr(config, f.name)
         if isinstance(value, os.PathLike):
             object.__setattr__(config, f.name, value := os.fspath(value))
         if not any(IS_OF[kind](value) for kind in str(f.type).split(" | ")):
             raise UserError(f"{f.name} must be of type {f.type}, got {value!r}")
-
-
-def check_choices(config: Any) -> None:
-    """Raise UserError for a field of a dataclass of flags that is none of its choices."""
-    for f in fields(config):
-        value, choices = getattr(config, f.name), f.metadata.get("choices")
+        choices = f.metadata.get("choices")
         if choices and value not in choices:
             known = ", ".join(choice for choice in choices if choice is not None)
             raise UserError(f"{f.name} must be one of {known}; got {value!r}")
-
-
-def check_positive(config: Any, *names: str) -> None:
-    """Raise UserError for a field of these that is neither None nor a positive integer."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UserError(f"{name} must be a positive integer, got {value!r}")
+        low, high = f.metadata.get("low"), f.metadata.get("high")
+        if low is not None and value is not None and (value < low or (high is not None and value > high)):
+            wanted = f"an integer in {low}..{high}" if high is not None else "a positive integer"
+            raise UserError(f"{f.name} must be {wanted}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +63,14 @@ class EngineConfig:
     router_dtype: str = flag(
         "family", "family: as the model's reference; float32: force it", choices=("family", "float32")
     )
-    context_length: int | None = flag(None, "longest sequence in tokens; default: from the checkpoint")
+    context_length: int | None = flag(None, "longest sequence in tokens; default: from the checkpoint", low=1)
     json_model_override_args: str = flag("{}", "JSON object merged over config.json")
-    page_size: int = flag(1, "tokens per KV page; prefix hits are token-exact for every size")
-    max_running_requests: int = flag(256, "requests in one step at most")
-    max_queued_requests: int | None = flag(None, "waiting requests at most; beyond it 503")
-    max_total_tokens: int | None = flag(None, "KV slots; default: from measured free memory")
+    page_size: int = flag(1, "tokens per KV page; prefix hits are token-exact for every size", low=1)
+    max_running_requests: int = flag(256, "requests in one step at most", low=1, high=1 << 16)
+    max_queued_requests: int | None = flag(None, "waiting requests at most; beyond it 503", low=0, high=INT64 - 1)
+    max_total_tokens: int | None = flag(
+        None, "KV slots; default: from measured free memory", low=1, high=(1 << 31) - 1
+    )  # slots are int32
     mem_fraction_static: float = flag(0.88, "share of the GPU memory for weights, KV cache and route pool")
     chunked_prefill_size: int | None = flag(
         None, "prompt tokens in one step at most; default 16384 on a GPU, 1024 on a CPU; -1: no limit"
@@ -94,24 +78,23 @@ class EngineConfig:
     disable_radix_cache: bool = flag(False, "do not reuse prefixes")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before the next is planned")
     disable_cuda_graph: bool = flag(False, "run every step eagerly")
-    cuda_graph_max_bs: int | None = flag(None, "largest decode batch with a CUDA graph; default: max_running_requests")
+    cuda_graph_max_bs: int | None = flag(
+        None, "largest decode batch with a CUDA graph; default: max_running_requests", low=1, high=1 << 16
+    )
     enable_return_routed_experts: bool = flag(False, "record the experts of each token and return them on request")
     skip_route_selftest: bool = flag(False, "start although the routes were not checked (not advised)")
     random_seed: int | None = flag(
-        None, "seed of dummy weights and of requests without a seed of their own; default: random"
+        None,
+        "seed of dummy weights and of requests without a seed of their own; default: random",
+        low=-INT64,
+        high=INT64 - 1,
     )
     weight_version: str = flag("default", "version name of the weights loaded at start")
-    tp_size: int = flag(1, "tensor-parallel ranks (one device: 1)")
-    ep_size: int = flag(1, "expert-parallel ranks (one device: 1)")
+    tp_size: int = flag(1, "tensor-parallel ranks (one device: 1)", low=1)
+    ep_size: int = flag(1, "expert-parallel ranks (one device: 1)", low=1)
 
     def __post_init__(self) -> None:
-        check_types(self)
-        check_choices(self)
-        check_positive(self, "page_size", "context_length", "tp_size", "ep_size")
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise UserError(f"{name} must be an integer in {low}..{high}, got {value!r}")
+        check_flags(self)
         for name in ("tp_size", "ep_size"):
             wanted = getattr(self, name)
             if wanted > 1:

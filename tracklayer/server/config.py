@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracklayer.config import check_choices, check_positive, flag
+from tracklayer.config import check_flags, flag
 from tracklayer.errors import UserError
 from tracklayer.server.reasoning_parsers import REASONING_FORMATS
 from tracklayer.server.tool_parsers import TOOL_FORMATS
@@ -38,7 +38,7 @@ class ServerConfig:
     reasoning_parser: str | None = flag(
         None, "how this model marks its reasoning; default: it stays text", choices=(None, *REASONING_FORMATS)
     )
-    stream_interval: int = flag(1, "tokens per streamed chunk")
+    stream_interval: int = flag(1, "tokens per streamed chunk", low=1)
     incremental_streaming_output: bool = flag(False, "/generate streams send what is new instead of everything so far")
     stream_response_default_include_usage: bool = flag(False, "OpenAI streams end with usage unless told otherwise")
     return_routed_experts_by_default: bool = flag(
@@ -51,18 +51,15 @@ class ServerConfig:
     log_requests: bool = flag(False, "log each request when it comes and when it ends")
     log_requests_level: int = flag(2, "0: sizes and times; 1: sampling parameters too; 2: output text too")
     weight_paths: str = flag("any", "checkpoints that may be loaded over HTTP: any, none, or inside this directory")
-    max_body_bytes: int = flag(256 * MIB, "largest request body in bytes; beyond it 413")
-    max_batch_prompts: int = flag(4096, "prompts in one request at most")
-    max_samples: int = flag(512, "n of one request at most")
-    max_stop_characters: int = flag(4096, "characters of a request's stop strings together at most")
+    max_body_bytes: int = flag(256 * MIB, "largest request body in bytes; beyond it 413", low=1)
+    max_batch_prompts: int = flag(4096, "prompts in one request at most", low=1)
+    max_samples: int = flag(512, "n of one request at most", low=1)
+    max_stop_characters: int = flag(4096, "characters of a request's stop strings together at most", low=1)
     drain_timeout_s: float = flag(30.0, "seconds that running requests get to end after a stop signal")
     engine_process: bool = flag(False, "run the engine in a process of its own")
 
     def __post_init__(self) -> None:
-        check_choices(self)
-        check_positive(
-            self, "stream_interval", "max_body_bytes", "max_batch_prompts", "max_samples", "max_stop_characters"
-        )
+        check_flags(self)
         if not 0 <= self.port <= 65535:
             raise UserError(f"port must be in 0..65535, got {self.port}")
         if self.drain_timeout_s < 0:
