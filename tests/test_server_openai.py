@@ -137,6 +137,8 @@ ERRORS = [
     ("/v1/completions", {"prompt": "a", "response_format": {"type": "yaml"}}, "yaml"),
     ("/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}}, "xml"),
     ("/v1/completions", {"prompt": "a", "temperature": "hot"}, "temperature"),
+    ("/v1/completions", {"prompt": "a", "suffix": "z"}, "suffix"),
+    ("/v1/completions", {"prompt": "a", "n": 2, "best_of": 3}, "best_of 3"),
     ("/v1/chat/completions", {"messages": []}, "at least one message"),
     ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 21}, "top_logprobs"),
     ("/v1/chat/completions", {"messages": CHAT, "stream": True, "return_meta_info": True}, "return_meta_info"),
@@ -147,6 +149,8 @@ ERRORS = [
     ("/inference/v1/generate", {"token_ids": []}, "empty"),
     ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream"),
     ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"bad_words": ["x"]}}, "bad_words"),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"truncate_prompt_tokens": 1}}, "truncate_prompt"),
+    ("/inference/v1/generate", {"token_ids": [1], "features": {"image": 1}}, "features"),
 ]
 
 

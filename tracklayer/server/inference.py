@@ -13,6 +13,7 @@ from tracklayer.errors import UserError
 from tracklayer.server import openai
 from tracklayer.server.docs import body_of
 from tracklayer.server.io import answer, read_body, unless_gone
+from tracklayer.server.native import refuse_unavailable
 from tracklayer.server.protocol import InferenceBody
 from tracklayer.server.service import Service, service_of
 
@@ -31,7 +32,6 @@ IGNORED = (
     "include_stop_str_in_output",
     "extra_args",
     "skip_clone",
-    "truncate_prompt_tokens",
 )
 
 
@@ -39,6 +39,7 @@ def to_call(body: InferenceBody, service: Service) -> GenerateCall:
     """The call of the body. Raises UserError for a sampling parameter that would be dropped in silence."""
     if body.stream:
         raise UserError("this endpoint does not stream: set stream to false, or use /generate")
+    refuse_unavailable(body)
     given = {key: value for key, value in (body.sampling_params or {}).items() if value is not None}
     known = (*RENAMED, *SAME, *OTHERWISE_READ, *IGNORED)
     for key, value in given.items():

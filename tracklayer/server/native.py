@@ -30,6 +30,8 @@ NOT_HERE = {
     "lora_path": "adapters are not available: leave lora_path out",
     "session_params": "sessions are not available: leave session_params out",
     "custom_logit_processor": "custom logit processors are not available",
+    "suffix": "completing in front of a suffix is not available: leave suffix out",
+    "features": "this model takes text only: leave features out",
 }
 
 

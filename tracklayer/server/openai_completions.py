@@ -29,6 +29,8 @@ def to_call(body: CompletionBody, request: Request, service: Service) -> Generat
     params["max_new_tokens"] = 16 if body.max_tokens is None else body.max_tokens
     if params["max_new_tokens"] < 1:
         raise UserError(f"max_tokens must be at least 1, got {body.max_tokens}")
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        raise UserError(f"best_of {body.best_of} is more than n {body.n or 1}: every sample is returned; use n")
     fields = openai.call_fields(body, request, service)
     if body.logprobs is not None:
         if body.logprobs < 0:
