@@ -87,3 +87,14 @@ def test_idle_threads_sleep_unless_the_user_chose(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     cli.main(["probe"])
     assert seen == ["PASSIVE", "ACTIVE"]
+
+
+def test_what_the_machine_refuses_is_an_error_not_a_traceback(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert cli.main(["demo-model", str(tmp_path / "file" / "model")]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_bench_names_a_server_that_is_not_there(capsys):
+    assert cli.main(["bench", "--shape", "tiny", "--url", "http://127.0.0.1:9"]) == 2
+    assert "error: http://127.0.0.1:9" in capsys.readouterr().err

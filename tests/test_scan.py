@@ -311,6 +311,18 @@ def test_bad_options(tmp_path: Path, options: dict, says: str) -> None:
         scan(tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["(" * 5000 + ")" * 5000, "x = " + "-" * 20000 + "1", "TopK" + ".a" * 3000 + "()", "\0", "def ("],
+    ids=["brackets", "signs", "attributes", "null", "syntax"],
+)
+def test_a_file_that_can_not_be_parsed_hides_no_other(tmp_path: Path, source: str) -> None:
+    (tmp_path / "a.py").write_text(source)
+    (tmp_path / "b.py").write_text("TopK(top_k=2)")
+    result = scan(tmp_path)
+    assert result.count("missing") == 1 and result.status == 1
+
+
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "m.py").write_text("def f(layer_id, d):\n    TopK(layer_id=layer_id)\n    TopK(8)\n    TopK(**d)\n")
     assert main([str(tmp_path)]) == 1

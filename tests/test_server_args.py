@@ -116,3 +116,15 @@ def test_the_documentation_lists_every_flag():
 
 def dashes(name):
     return f"`--{name.replace('_', '-')}`"
+
+
+@pytest.mark.parametrize(("name", "content"), [("c.yaml", b"a: ["), ("c.yaml", b"\xff\xfe"), ("c.json", b"{")])
+def test_a_config_file_that_can_not_be_read_is_named(capsys, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert main(["m", "--config", str(tmp_path / name)]) == 2
+    assert name in capsys.readouterr().err
+
+
+def test_a_path_that_is_no_checkpoint_is_called_so(capsys, tmp_path):
+    assert main([str(tmp_path / "nowhere"), "--port", "0"]) == 2
+    assert "is not a checkpoint directory" in capsys.readouterr().err

@@ -59,9 +59,11 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {error.name} is not installed: pip install 'tracklayer[{command.extra}]'", file=sys.stderr)
         return 2
-    except TracklayerError as error:
+    except (TracklayerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

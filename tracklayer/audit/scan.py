@@ -59,6 +59,10 @@ class ScanResult:
         return 2 if self.count("unknown") or self.values or self.unreadable else 0
 
 
+# what the parser raises (MemoryError: nested deeper than it can), and a walk of a tree as deep as it could
+UNREADABLE = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
+
+
 def scan(root: str | Path, names: tuple[str, ...] = ("TopK",), keyword: str = "layer_id") -> ScanResult:
     """Scan a directory (or one file) of Python sources for constructions of the classes `names` and their subclasses.
 
@@ -82,14 +86,18 @@ def scan(root: str | Path, names: tuple[str, ...] = ("TopK",), keyword: str = "l
             source = file.read_bytes()
             _index(_parse(source), classes)
             sources.append((shown, source))
-        except (SyntaxError, ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             result.unreadable.append((shown, f"{type(error).__name__}: {error}"))
     if not result.files:
         raise UserError(f"no Python file under {str(root)!r}; give the directory of the engine's sources")
     wanted = _with_subclasses(set(names), classes)
     for shown, source in sources:  # parsed a second time: the trees of all files at once would fill gigabytes
         if any(name.encode() in source for name in wanted):
-            module = Module(shown, _parse(source), wanted, classes, keyword)
+            try:
+                module = Module(shown, _parse(source), wanted, classes, keyword)
+            except UNREADABLE as error:
+                result.unreadable.append((shown, f"{type(error).__name__}: {error}"))
+                continue
             result.sites += module.sites
             result.values += module.values
     return result

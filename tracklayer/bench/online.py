@@ -71,6 +71,9 @@ def run(
     modes = {"on": (True,), "off": (False,), "pairs": (True, False)}[args.recording]
     for workload in workloads:
         for recording in modes:
-            runs = [asyncio.run(measure(url, workload, args.seed + r, recording)) for r in range(args.repeats + 1)][1:]
-            best = max(runs, key=lambda m: m[workload.metric])
+            try:
+                runs = [asyncio.run(measure(url, workload, args.seed + r, recording)) for r in range(args.repeats + 1)]
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise UserError(f"{url} does not answer as a server of routes does: {error}") from error
+            best = max(runs[1:], key=lambda m: m[workload.metric])
             emit(json.dumps({**best, "command": command}))

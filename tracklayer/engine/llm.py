@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from tracklayer.config import EngineConfig
+from tracklayer.config import EngineConfig, load_model_config
 from tracklayer.engine.client import EngineClient
 from tracklayer.engine.flags import foreign, plain_name, unknown_flag
 from tracklayer.engine.frontend import TextFrontend
@@ -133,6 +133,7 @@ class Engine:
 
     def __init__(self, model_path: str, **options: Any) -> None:
         config, text = engine_options({**options, "model_path": model_path})
+        load_model_config(config.model_path, config.json_model_override_args)  # what is no checkpoint has no tokenizer
         tokenizer = None
         if not config.skip_tokenizer_init:
             tokenizer = load_tokenizer(

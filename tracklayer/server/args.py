@@ -106,12 +106,13 @@ def _from_file(path: str) -> dict[str, Any]:
     file = Path(path)
     if not file.is_file():
         raise UserError(f"--config {path!r} is not a file")
-    if file.suffix == ".json":
-        raw = json.loads(file.read_text())
-    else:
-        import yaml
+    import yaml
 
-        raw = yaml.safe_load(file.read_text())
+    try:
+        text = file.read_text()
+        raw = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"--config {path!r} can not be read: {error}") from error
     if not isinstance(raw, dict):
         raise UserError(f"--config {path!r} must hold a mapping of flags to values")
     values = {}

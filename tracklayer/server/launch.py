@@ -21,7 +21,7 @@ from functools import partial
 
 import uvicorn
 
-from tracklayer.config import EngineConfig
+from tracklayer.config import EngineConfig, load_model_config
 from tracklayer.engine.client import EngineClient
 from tracklayer.engine.tokenizer import TextTokenizer, load_tokenizer
 from tracklayer.errors import TracklayerError, UserError
@@ -57,6 +57,7 @@ def start_engine(config: EngineConfig, *, process: bool, stop: threading.Event) 
 def build_engine(launch: Launch, *, stop: threading.Event) -> tuple[EngineClient, TextTokenizer | None]:
     """Tokenizer first: it fails fast, and an engine takes long. `stop`, once set, gives up where that can be done."""
     engine, server = launch.engine, launch.server
+    load_model_config(engine.model_path, engine.json_model_override_args)  # what is no checkpoint has no tokenizer
     tokenizer = None
     if not engine.skip_tokenizer_init:
         tokenizer = load_tokenizer(
