@@ -132,3 +132,9 @@ def test_chat_template_and_its_errors():
 def test_missing_tokenizer_names_the_remedy(tmp_path):
     with pytest.raises(CheckpointError, match="--skip-tokenizer-init"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-30B-A3B", "/nope/model"])
+def test_a_tokenizer_is_never_asked_of_a_hub(path):
+    with pytest.raises(CheckpointError, match=f"'{path}' is not a directory"):
+        load_tokenizer(path)

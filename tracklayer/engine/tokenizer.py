@@ -114,12 +114,14 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, trust_remote_
 
     Raises CheckpointError when there is none there that transformers can read.
     """
+    if not Path(path).is_dir():
+        raise CheckpointError(
+            f"{path!r} is not a directory; give a checkpoint's, in Hugging Face layout (nothing is fetched from a hub)"
+        )
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code, local_files_only=Path(path).is_dir()
-        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(
             f"no tokenizer could be read from {path!r} ({str(error).splitlines()[0]}); give --tokenizer-path DIR, "
