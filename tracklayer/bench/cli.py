@@ -110,29 +110,31 @@ def offline(args: argparse.Namespace, workloads: list[Workload], command: str, e
     env, feet = environment(), footprint(spec)
     common = {"shape": args.model or args.shape, "start_seconds": round(start_seconds, 1), "command": command, **env}
     modes, shown = tuple(engines), []
-    for workload in workloads:
-        runs: dict[bool, list[Measurement]] = {recording: [] for recording in modes}
-        warm_up = replace(workload, output_tokens=min(workload.output_tokens, WARM_UP_TOKENS))
-        for repeat in range(-1, args.repeats):
-            for recording in modes if repeat % 2 else modes[::-1]:
-                what, seed = workload if repeat >= 0 else warm_up, args.seed + 1 + repeat
-                m = measure(engines[recording], watches[recording], what, seed, recording=recording)
-                if repeat >= 0:
-                    runs[recording].append(m)
-        pairs = zip(runs[True], runs[False], strict=True) if len(modes) > 1 else ()
-        ratios = [on.value(workload.metric) / off.value(workload.metric) for on, off in pairs]
-        for measured in runs.values():
-            best = max(measured, key=lambda m: m.value(workload.metric))
-            best.extra = share_of_floor(best, workload, feet, env["device"])
-            best.extra[f"all_{workload.metric}"] = [round(m.value(workload.metric), 1) for m in measured]
-            if len(modes) > 1:
-                best.extra["recording_on_over_off"] = [round(r, 4) for r in ratios]
-                best.extra["recording_on_over_off_median"] = round(statistics.median(ratios), 4)
-            shown.append(best)
-            emit(line(best, workload, **common))
-    table(shown)
-    for engine in engines.values():
-        engine.shutdown()
+    try:
+        for workload in workloads:
+            runs: dict[bool, list[Measurement]] = {recording: [] for recording in modes}
+            warm_up = replace(workload, output_tokens=min(workload.output_tokens, WARM_UP_TOKENS))
+            for repeat in range(-1, args.repeats):
+                for recording in modes if repeat % 2 else modes[::-1]:
+                    what, seed = workload if repeat >= 0 else warm_up, args.seed + 1 + repeat
+                    m = measure(engines[recording], watches[recording], what, seed, recording=recording)
+                    if repeat >= 0:
+                        runs[recording].append(m)
+            pairs = zip(runs[True], runs[False], strict=True) if len(modes) > 1 else ()
+            ratios = [on.value(workload.metric) / off.value(workload.metric) for on, off in pairs]
+            for measured in runs.values():
+                best = max(measured, key=lambda m: m.value(workload.metric))
+                best.extra = share_of_floor(best, workload, feet, env["device"])
+                best.extra[f"all_{workload.metric}"] = [round(m.value(workload.metric), 1) for m in measured]
+                if len(modes) > 1:
+                    best.extra["recording_on_over_off"] = [round(r, 4) for r in ratios]
+                    best.extra["recording_on_over_off_median"] = round(statistics.median(ratios), 4)
+                shown.append(best)
+                emit(line(best, workload, **common))
+        table(shown)
+    finally:  # also when interrupted: an engine's thread must not outlive the interpreter
+        for engine in engines.values():
+            engine.shutdown()
 
 
 def cache_tokens(workloads: list[Workload]) -> int:
