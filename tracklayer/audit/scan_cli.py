@@ -12,6 +12,8 @@ from tracklayer.audit.scan import ScanResult, scan
 from tracklayer.audit.scan_module import Site
 from tracklayer.errors import UserError
 
+WHAT = "Find routers that are built without their layer id, in Python sources, without importing or running them."
+
 # SARIF: one rule a verdict, (level, short description).
 RULES: dict[str, tuple[str, str]] = {
     "missing": ("error", "A top-k router is constructed without its layer id"),
@@ -88,7 +90,7 @@ def sarif(result: ScanResult) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the scan. Exit status: 0 every construction passes its layer id, 1 some do not, 2 undecided or bad usage."""
-    parser = argparse.ArgumentParser(prog="tracklayer scan", description=scan.__doc__)
+    parser = argparse.ArgumentParser(prog="tracklayer scan", description=WHAT)
     parser.add_argument("path", help="directory (or one file) of Python sources")
     parser.add_argument("--name", action="append", metavar="CLASS", help="router class; repeatable; default TopK")
     parser.add_argument("--keyword", default="layer_id", help="name of the layer argument")

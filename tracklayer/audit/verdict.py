@@ -54,7 +54,8 @@ class Report:
                 f"for them{f': {some}' if some else ''}"
             )
         beyond = f", {sums['wrong']} beyond it (tolerated)" if sums["wrong"] else ""
-        return f"routes are the reference's: {sums['tie']} sets differ by near ties within the noise{beyond}"
+        ties = f"{sums['tie']} sets differ by near ties within the noise" if sums["tie"] else "no near ties"
+        return f"routes are the reference's: {ties}{beyond}"
 
     def as_dict(self) -> dict[str, Any]:
         """For machines: JSON-ready."""
