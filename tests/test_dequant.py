@@ -79,6 +79,22 @@ def test_fp8_blocks_give_the_same_model(tmp_path):
         routes_of(tmp_path)
 
 
+def test_an_update_reads_quantised_checkpoints_too(tmp_path):
+    """A running engine takes the same checkpoints as a starting one."""
+    tiny.save("qwen3_moe", tmp_path / "first")
+    tiny.save("qwen3_moe", tmp_path / "second", seed=3)
+    tensors = load_file(tmp_path / "second" / "model.safetensors")
+    for name in [name for name in tensors if is_linear(name)]:
+        tensors[name], tensors[name + "_scale_inv"], _ = to_float8(tensors[name])
+    reload(tmp_path / "second", tensors, FP8)
+    core, prompt = tiny_engine(tmp_path / "first"), {"a": [3, 1, 4, 1, 5, 9, 2, 6]}
+    core.model.replace_weights(str(tmp_path / "second"))
+    updated = generate(core, prompt, 4)["a"]
+    started = generate(tiny_engine(tmp_path / "second"), prompt, 4)["a"]
+    assert updated.tokens == started.tokens
+    assert (updated.routes == started.routes).all()
+
+
 def test_int4_gives_the_same_model(tmp_path):
     tiny.save("dots1", tmp_path, num_hidden_layers=2)
     quantised, plain = {}, {}

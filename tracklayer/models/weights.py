@@ -178,12 +178,17 @@ class Loader:
             raise CheckpointError(f"missing tensors: {', '.join(missing[:8])}{more}")
 
 
-def load_weights(model: Decoder, family: Family, path: str) -> None:
-    """Fill `model` from the checkpoint directory `path`; quantised weights become plain ones on the way."""
+def plain_tensors(path: str) -> Iterator[tuple[str, Tensor]]:
+    """`checkpoint_tensors`, quantised weights made plain on the way."""
     config = load_model_config(path)
     settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return iter(dequantised(checkpoint_tensors(path), settings))
+
+
+def load_weights(model: Decoder, family: Family, path: str) -> None:
+    """Fill `model` from the checkpoint directory `path`."""
     loader = Loader(model, family)
-    loader.load(dequantised(checkpoint_tensors(path), settings))
+    loader.load(plain_tensors(path))
     loader.finish()
 
 

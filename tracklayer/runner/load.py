@@ -14,7 +14,7 @@ from tracklayer.errors import CheckpointError, UserError
 from tracklayer.models.decoder import Decoder
 from tracklayer.models.registry import resolve
 from tracklayer.models.spec import Family, ModelSpec
-from tracklayer.models.weights import Loader, checkpoint_tensors, dummy_weights, load_weights
+from tracklayer.models.weights import Loader, dummy_weights, load_weights, plain_tensors
 from tracklayer.routes.forms import RouteShape
 
 
@@ -55,7 +55,7 @@ class LoadedModel:
             ours = self.hf_config["architectures"][0]
             raise CheckpointError(f"{path!r} is a {architectures} checkpoint, this engine runs {ours}")
         for loader in (self.loader(dry=True), self.loader()):
-            loader.load(checkpoint_tensors(path))
+            loader.load(plain_tensors(path))
             loader.finish()
 
 
