@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 
@@ -55,6 +56,18 @@ def test_a_broken_checkpoint_is_refused_and_the_weights_stay(engine, checkpoint,
     success, message = engine.update_weights_from_disk(str(folder))
     assert not success and file in message
     assert engine.generate(input_ids=[1, 2], sampling_params=GREEDY)["output_ids"] == before
+
+
+def test_a_checkpoint_whose_config_says_another_model_is_refused(engine, checkpoint, tmp_path):
+    """The same shapes with another top_k would run on, with routes of neither model."""
+    folder = tmp_path / "other"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    assert engine.update_weights_from_disk(str(folder))[0]
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
+    success, message = engine.update_weights_from_disk(str(folder))
+    assert not success and "another model" in message
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     context_length: int
+    overrides: str = "{}"  # json_model_override_args
 
     @property
     def route_shape(self) -> RouteShape:
@@ -50,10 +51,15 @@ class LoadedModel:
         Raises CheckpointError for one that does not fit; the weights are then as they were, because it is read through
         once before the first copy.
         """
-        architectures = load_model_config(path).get("architectures")
+        config = load_model_config(path, self.overrides)
+        architectures = config.get("architectures")
         if architectures != self.hf_config["architectures"]:
             ours = self.hf_config["architectures"][0]
             raise CheckpointError(f"{path!r} is a {architectures} checkpoint, this engine runs {ours}")
+        running, given = (replace(resolve(c)[1], context_length=1) for c in (self.hf_config, config))
+        if given != running:
+            differs = [f.name for f in fields(running) if getattr(running, f.name) != getattr(given, f.name)]
+            raise CheckpointError(f"{path!r} is another model than the one that runs: its {', '.join(differs)} differ")
         for loader in (self.loader(dry=True), self.loader()):
             loader.load(plain_tensors(path))
             loader.finish()
@@ -122,4 +128,5 @@ def load_model(config: EngineConfig, seed: int) -> LoadedModel:
         device=device,
         dtype=dtype,
         context_length=context_length,
+        overrides=config.json_model_override_args,
     )
