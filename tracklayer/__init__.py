@@ -30,13 +30,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tracklayer' has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("tracklayer"):
-            raise
-        remedy = "pip install 'tracklayer[serve]'"
-        raise ModuleNotFoundError(f"tracklayer.{name} needs {error.name}: {remedy}", name=error.name) from error
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
