@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracklayer.kernels.sample import apply_penalties, logprobs_of, sample
+from tracklayer.kernels.sample import GREEDY_BELOW, apply_penalties, logprobs_of, sample
 from tracklayer.runner.rows import Rows
 from tracklayer.types import TOP_K_ALL, EngineRequest, Share
 
@@ -156,9 +156,7 @@ def _logit_edits(shares: list[Share], requests: list[EngineRequest]) -> Iterator
 
 
 def given_logprobs(logits_NV: Tensor, temperature_N: Tensor, request: EngineRequest) -> Tensor:
-    """float32 [N, g]: log-probabilities of the request's `token_ids_logprob` at N positions."""
+    """float32 [N, g]: log-probabilities of the request's `token_ids_logprob` at N positions (see `logprobs_of`)."""
     ids_g = torch.tensor(request.token_ids_logprob, dtype=torch.long, device=logits_NV.device)
-    columns = [
-        logprobs_of(logits_NV, temperature_N, token.expand(len(logits_NV)).to(torch.int32), 0)[0] for token in ids_g
-    ]
-    return torch.stack(columns, -1)
+    z_NV = logits_NV.float() / torch.where(temperature_N < GREEDY_BELOW, 1.0, temperature_N)[:, None]
+    return z_NV[:, ids_g] - z_NV.logsumexp(-1, keepdim=True)
