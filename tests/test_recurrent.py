@@ -258,6 +258,7 @@ def test_a_state_that_is_not_carried_fails_the_start(checkpoint, monkeypatch):
         make_core(checkpoint)
 
 
-def test_more_states_than_memory_is_an_error_that_names_the_remedy(checkpoint):
+def test_more_states_than_memory_is_an_error_that_names_the_remedy(checkpoint, monkeypatch):
+    monkeypatch.setattr("tracklayer.runner.kv_cache.CPU_CACHE_BYTES", 1 << 20)
     with pytest.raises(UserError, match="--max-running-requests"):
-        make_core(checkpoint, max_running_requests=4_000_000)
+        make_core(checkpoint, max_running_requests=60_000, max_total_tokens=None)
