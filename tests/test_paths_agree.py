@@ -12,6 +12,7 @@ import pytest
 import tiny
 from engine_tools import Result, make_core, prompts, request, run
 
+from tracklayer.engine import delivery
 from tracklayer.engine.engine import EngineCore
 from tracklayer.types import EngineRequest
 
@@ -40,6 +41,16 @@ def plain(checkpoint) -> dict[str, Result]:
     for i in range(len(PROMPTS)):
         found |= run(core, requests([i]))
     return found
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Rows come home a few at a time, so that each way of running meets requests with rows here, under way and there.
+
+    The plain answers are made before, with rows that all come at the end.
+    """
+    monkeypatch.setattr(delivery, "PIECE_ROWS", 3)
+    monkeypatch.setattr(delivery, "STEP_ROWS", 7)
 
 
 def check(results: dict[str, Result], plain: dict[str, Result]) -> None:

@@ -8,45 +8,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.build import build_engine
 from tracklayer.engine.client import failed
+from tracklayer.engine.counters import Counters
+from tracklayer.engine.delivery import Deliveries
 from tracklayer.engine.grammar import Grammars, GrammarState, StepMask
 from tracklayer.engine.record import Record
-from tracklayer.errors import IncompleteRoutes, TracklayerError, UserError
-from tracklayer.routes.pool import PendingRoutes
+from tracklayer.errors import TracklayerError, UserError
 from tracklayer.runner.load import LoadedModel, load_model
 from tracklayer.runner.runner import PendingStep
 from tracklayer.scheduler.sequence import Committed
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput, StepPlan
-
-
-@dataclass(slots=True)
-class Delivery:
-    """Final outputs that wait for their rows; `routes` brings one array per output."""
-
-    outputs: list[RequestOutput]
-    records: list[Record]
-    routes: PendingRoutes
-
-
-@dataclass(slots=True)
-class Counters:
-    """Sums since start, for /metrics and the log."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-    retractions: int = 0
-    steps: int = 0
-    route_rows: int = 0
-    route_bytes: int = 0
-    incomplete_rows: int = 0
 
 
 class EngineCore:
@@ -63,9 +38,9 @@ class EngineCore:
         self.weight_version = config.weight_version
         self.records: dict[str, Record] = {}
         self.in_flight: list[PendingStep] = []
-        self.deliveries: list[Delivery] = []
-        self.ready: list[RequestOutput] = []
         self.counters = Counters()
+        self.deliveries = Deliveries(self.runner.gather_routes, self.counters)
+        self.ready: list[RequestOutput] = []
         self.paused = False
         self.holding = False
         self.held: list[EngineRequest] = []
@@ -178,7 +153,8 @@ class EngineCore:
             self.in_flight.append(self.runner.launch(plan, self._mask(plan)))
         while len(self.in_flight) > (self.depth if plan is not None else 0):
             self._commit(self.in_flight.pop(0))
-        self._deliver(wait=plan is None and not self.ready)
+        self.deliveries.fetch()
+        self.ready += self.deliveries.arrived(wait=plan is None and not self.ready)
         out, self.ready = self.ready, []
         return out
 
@@ -202,8 +178,8 @@ class EngineCore:
         for sequence, slots in self.scheduler.take_preempted():
             self.counters.retractions += 1
             record = self.records.get(sequence.rid)
-            if record is not None and record.request.return_routed_experts and len(slots):
-                record.saved.append(self.runner.gather_routes([slots], [0]))
+            if record is not None and record.request.return_routed_experts:
+                self.deliveries.save(record, slots)
 
     def _commit(self, pending: PendingStep) -> None:
         result = pending.wait()
@@ -227,8 +203,11 @@ class EngineCore:
                     item = self._advance(item, item.token)
             if item.finish is not None:
                 ended.append(item)
-            elif record.due:
+                continue
+            if record.due:
                 self.ready.append(record.output())
+            if record.request.return_routed_experts:
+                self.deliveries.offer(record)
         self._close(ended)
 
     def _advance(self, item: Committed, token: int) -> Committed:
@@ -247,10 +226,11 @@ class EngineCore:
         return ended or item
 
     def _close(self, ended: list[Committed]) -> None:
-        """Final outputs of requests that ended; those that asked for routes wait for one common gather."""
-        outputs, records, slots, starts = [], [], [], []
+        """Final outputs of requests that ended; those that asked for routes wait for their rows."""
+        outputs, records, slots = [], [], []
         for item in ended:
             record = self.records.pop(item.seq.rid)
+            record.closed = True
             self.states.pop(item.seq.rid, None)
             record.cut(len(item.seq.output_ids))
             output = record.output(item.finish)
@@ -258,44 +238,14 @@ class EngineCore:
             if not record.request.return_routed_experts:
                 self.ready.append(output)
                 continue
-            start = output.routes_start = record.request.routed_experts_start_len
+            output.routes_start = record.request.routed_experts_start_len
             outputs.append(output)
             records.append(record)
-            slots.append(item.slots[start : record.num_rows])
-            starts.append(start)
-        if outputs:
-            self.deliveries.append(Delivery(outputs, records, self.runner.gather_routes(slots, starts)))
+            slots.append(item.slots)
+        self.deliveries.close(records, slots, outputs)
 
     def _count(self, record: Record, output: RequestOutput) -> None:
         self.counters.finished += 1
         self.counters.aborted += output.finish is not None and output.finish.type == "abort"
         self.counters.prompt_tokens += output.prompt_tokens
         self.counters.cached_tokens += output.cached_tokens
-
-    def _deliver(self, wait: bool) -> None:
-        """Hand out final outputs whose rows have arrived, in order; with `wait`, at least the oldest."""
-        while self.deliveries and (wait or self.deliveries[0].routes.ready()):
-            wait = False
-            delivery = self.deliveries.pop(0)
-            try:
-                rows = delivery.routes.wait()
-                rows = [record.merge_saved(r) for record, r in zip(delivery.records, rows, strict=True)]
-            except IncompleteRoutes as error:
-                self.counters.incomplete_rows += len(error.positions)
-                self._fail(delivery, error)
-                continue
-            for output, record, array in zip(delivery.outputs, delivery.records, rows, strict=True):
-                expected = record.num_rows - output.routes_start
-                whole = len(array) == max(0, expected) or (output.finish is not None and output.finish.type == "abort")
-                assert whole, f"{record.request.rid}: {len(array)} route rows, {expected} expected"
-                output.routes = array
-                self.counters.route_rows += len(array)
-                self.counters.route_bytes += array.nbytes
-            self.ready.extend(delivery.outputs)
-
-    def _fail(self, delivery: Delivery, error: IncompleteRoutes) -> None:
-        """A row that was never written is an error of the requests that asked, never data."""
-        for output in delivery.outputs:
-            output.error = str(error)
-            output.finish = FinishReason("abort", message=str(error), status=500)
-        self.ready.extend(delivery.outputs)

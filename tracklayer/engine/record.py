@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tracklayer.routes.pool import Array, PendingRoutes
+from tracklayer.routes.record import Array
 from tracklayer.scheduler.sequence import Sequence
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput, StepResult, TokenLogprobs
 
 
 @dataclass(slots=True)
 class Record:
-    """Tokens, log-probabilities and weight versions of one request, and the rows saved when it was preempted.
+    """Tokens, log-probabilities, weight versions and route rows of one request.
 
     unsent: output tokens not yet told. spans: (version, first output position, end) half-open, contiguous.
-    saved: rows of positions 0.. gathered at each preemption; the earlier one wins.
+    rows_asked: position after the last row that was asked for; rows_due: more are about to be. rows_TLK: what has
+    come, num_kept rows from position routed_experts_start_len on; rows_error: that some of them were never written.
     """
 
     request: EngineRequest
@@ -26,8 +27,16 @@ class Record:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     output_logprobs: list[TokenLogprobs] = field(default_factory=list)
     input_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    saved: list[PendingRoutes] = field(default_factory=list)
     num_output: int = 0
+    rows_asked: int = 0
+    rows_due: bool = False
+    rows_TLK: Array | None = None
+    num_kept: int = 0
+    rows_error: str | None = None
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.rows_asked = self.request.routed_experts_start_len
 
     def take(self, token: int, index: int, result: StepResult, version: str) -> None:
         """One more output token: number `index` among those that the step sampled."""
@@ -93,22 +102,19 @@ class Record:
                 self.input_logprobs = []
         return output
 
-    def merge_saved(self, rows_TLK: Array) -> Array:
-        """Rows from the pool, with those that were saved at a preemption in their place.
+    def keep_rows(self, rows_TLK: Array) -> None:
+        """Copy the next rows out of the buffer that they came in."""
+        if self.rows_TLK is None:
+            # Room for all that may come; the system gives memory only for what is written.
+            most = len(self.request.input_ids) + self.sequence.max_new - self.request.routed_experts_start_len
+            self.rows_TLK = np.empty((most, *rows_TLK.shape[1:]), rows_TLK.dtype)
+        self.rows_TLK[self.num_kept : self.num_kept + len(rows_TLK)] = rows_TLK
+        self.num_kept += len(rows_TLK)
 
-        Each returned row thereby belongs to the forward that gave the log-probability returned with it. A request
-        that ended while it waited after a preemption has its rows only here.
-        """
-        start = self.request.routed_experts_start_len
-        for pending in reversed(self.saved):
-            (saved_TLK,) = pending.wait()
-            saved_TLK = saved_TLK[start : self.num_rows]
-            rows_TLK = (
-                saved_TLK
-                if len(saved_TLK) >= len(rows_TLK)
-                else np.concatenate([saved_TLK, rows_TLK[len(saved_TLK) :]])
-            )
-        return rows_TLK
+    def whole_rows(self) -> Array:
+        """All rows that the finished request returns."""
+        assert self.rows_TLK is not None, "no rows have come"
+        return self.rows_TLK[: min(self.num_kept, max(0, self.num_rows - self.request.routed_experts_start_len))]
 
 
 def join_logprobs(pieces: list[TokenLogprobs]) -> TokenLogprobs | None:

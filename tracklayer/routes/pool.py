@@ -28,8 +28,6 @@ class RoutePool:
         size = (num_slots, len(shape.layer_ids), shape.top_k)
         self.tensor_SLK = torch.full(size, self.sentinel, dtype=getattr(torch, shape.dtype.name), device=device)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._copies is not None:
-            _warm_pinned_memory()
 
     def fill(self, slots_T: Tensor) -> None:
         """Mark the rows of these slots as unwritten; the forward that follows writes them again."""
@@ -59,15 +57,6 @@ class RoutePool:
         return PendingRoutes(host[0], host[1], done, self.shape, lengths, list(starts))
 
 
-def _warm_pinned_memory() -> None:
-    """Let torch's pinned-memory allocator have a block of each size from 1 to 256 MiB (it keeps powers of two).
-
-    Pinning takes the driver tens of milliseconds for a large block; many requests that end together would wait for it.
-    """
-    blocks = [torch.empty(1 << bits, dtype=torch.uint8, pin_memory=True) for bits in range(20, 29)]
-    del blocks
-
-
 @dataclass(slots=True)
 class PendingRoutes:
     """Rows on their way to the host."""
@@ -82,26 +71,20 @@ class PendingRoutes:
     def ready(self) -> bool:
         return self.done is None or self.done.query()
 
-    def wait(self) -> list[Array]:
-        """Rows of each request, [rows, L, K] in the pool's type.
+    def land(self) -> list[Array | IncompleteRoutes]:
+        """Rows of each request, [rows, L, K] in the pool's type; views of a buffer, to be copied and let go.
 
-        Raises IncompleteRoutes naming positions and layers when any (token, layer) row was never written.
+        For a request with a (token, layer) row that was never written: the error that names positions and layers.
         """
         if self.done is not None:
             self.done.synchronize()
-        rows_TLK = self.rows_TLK.numpy()
-        parts = np.split(rows_TLK, np.cumsum(self.lengths)[:-1])
-        if self.missing_L.any():
-            self._raise(parts)
-        # Out of pinned memory, which is scarce and goes back to its allocator; a caller may keep rows for long.
-        return list(parts) if self.done is None else [part.copy() for part in parts]
+        parts = np.split(self.rows_TLK.numpy(), np.cumsum(self.lengths)[:-1])
+        if not self.missing_L.any():
+            return list(parts)
+        return [self._checked(part_TLK, start) for part_TLK, start in zip(parts, self.starts, strict=True)]
 
-    def _raise(self, parts: Sequence[Array]) -> None:
-        fill = fill_value(parts[0].dtype)
-        positions: list[int] = []
-        layers: list[int] = []
-        for part_TLK, start in zip(parts, self.starts, strict=True):
-            tokens, columns = np.nonzero((part_TLK == fill).all(-1))
-            positions.extend(int(t) + start for t in tokens)
-            layers.extend(self.shape.layer_ids[c] for c in columns)
-        raise IncompleteRoutes(positions, layers)
+    def _checked(self, part_TLK: Array, start: int) -> Array | IncompleteRoutes:
+        tokens, columns = np.nonzero((part_TLK == fill_value(part_TLK.dtype)).all(-1))
+        if not len(tokens):
+            return part_TLK
+        return IncompleteRoutes((tokens + start).tolist(), [self.shape.layer_ids[c] for c in columns])
