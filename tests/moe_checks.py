@@ -116,7 +116,14 @@ def check_route_few(spec: RouterSpec, num_tokens: int, dtype: torch.dtype, devic
     assert (gate_logits(x_TD, gate_ED, None, spec) - exact_TE).abs().max() < near
     want = select_experts_ref(exact_TE.float(), spec, bias_E=bias_E, expert_scale_E=scale_E)
     same_T = (got.ids_TK == want.ids_TK).all(1)
-    assert same_T.float().mean() > (0.99 if near < 1e-3 else 0.3), f"{(~same_T).sum()} of {num_tokens} rows differ"
+    # A row is steady when logits moved by as much as rounding may move them give the same choice in the same order.
+    steady_T = torch.ones_like(same_T)
+    for _ in range(20):
+        moved_TE = exact_TE + near * torch.randn(exact_TE.shape, generator=generator, dtype=torch.float64).to(device)
+        moved = select_experts_ref(moved_TE.float(), spec, bias_E=bias_E, expert_scale_E=scale_E)
+        steady_T &= (moved.ids_TK == want.ids_TK).all(1)
+    assert same_T[steady_T].all(), f"{(steady_T & ~same_T).sum()} of {steady_T.sum()} steady rows differ"
+    assert steady_T.float().mean() > 0.9 or near > 1e-3, "too few rows say anything"
     torch.testing.assert_close(got.weights_TK[same_T], want.weights_TK[same_T], rtol=5 * near, atol=5 * near)
 
 

@@ -26,9 +26,11 @@ from tracklayer.types import EngineRequest, SamplingParams, Share, StepPlan
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 7
-# Share of a column's chosen experts that must agree. In float32 only ties may differ; in 16 bits near-ties flip, and a
-# flip moves what follows; a wrong, shifted or stale column agrees by chance only (about top_k / num_experts).
-AGREEMENT = {torch.float32: 0.99, torch.bfloat16: 0.7, torch.float16: 0.8}
+# Share of a column's chosen experts that must agree, of many tokens and of fewer than MANY. In float32 only ties may
+# differ; in 16 bits near-ties flip, a flip moves what follows, and among few tokens one flip weighs much. A wrong,
+# shifted or stale column agrees by chance only (about top_k / num_experts).
+MANY = 16
+AGREEMENT = {torch.float32: (0.99, 0.99), torch.bfloat16: (0.7, 0.3), torch.float16: (0.8, 0.4)}
 
 
 @dataclass(slots=True)
@@ -80,14 +82,15 @@ def self_test(runner: Runner, page_size: int) -> None:
         slots = np.concatenate([probe.slots(b)[positions] for b in sequences])
         rows_TLK = pool.tensor_SLK[torch.from_numpy(slots).long().to(runner.device)].cpu().numpy()
         expected_TLK = reference_BTLK[sequences.start : sequences.stop, positions].reshape(rows_TLK.shape)
-        _compare(mode, rows_TLK, expected_TLK, pool.shape.layer_ids, AGREEMENT[runner.model.dtype])
+        needed = AGREEMENT[runner.model.dtype][len(rows_TLK) < MANY]
+        _compare(mode, rows_TLK, expected_TLK, pool.shape.layer_ids, needed)
     log.info("route self-test passed in %.1f s", time.perf_counter() - began)
 
 
 def _modes(runner: Runner, probe: Probe) -> Iterator[tuple[str, range, slice]]:
     """Run each mode in turn; yields its name, and which sequences and positions it has just written."""
     count, last = len(probe.tokens_BT), PROMPT_TOKENS
-    everyone, few = range(count), range(min(count, 4))
+    everyone, few = range(count), range(min(count, MANY))
     whole, prompt, newest = slice(0, last + 1), slice(0, last), slice(last, last + 1)
     graphs, mixed, runner.graphs, runner.mixed = runner.graphs, runner.mixed, None, None
     _run(runner, probe, [probe.share(b, 0, last + 1) for b in few])
