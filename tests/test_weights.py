@@ -135,7 +135,7 @@ def test_bad_values_name_themselves(source):
 
 
 def test_weights_from_disk_replace_and_a_wrong_checkpoint_changes_nothing(source, tmp_path):
-    from tracklayer.engine.control import Operations
+    from tracklayer.engine.operations import Operations
 
     other, broken = tmp_path / "other", tmp_path / "broken"
     tiny.save("glm4_moe", other, seed=9)

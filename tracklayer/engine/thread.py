@@ -11,7 +11,7 @@ from typing import Any
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import Consumer, EngineInfo, failed
-from tracklayer.engine.control import Controls
+from tracklayer.engine.operations import Controls
 from tracklayer.engine.engine import EngineCore
 from tracklayer.errors import TracklayerError
 from tracklayer.runner.load import LoadedModel

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
-from tracklayer.engine.operations import Outcome
+from tracklayer.engine.control_plane import Outcome
 from tracklayer.errors import UserError
 from tracklayer.server import protocol
 from tracklayer.server.docs import body_of
