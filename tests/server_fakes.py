@@ -130,6 +130,7 @@ class FakeEngine:
         self.finished: list[tuple[str, int]] = []
         self.seen: list[EngineRequest] = []
         self.paused = False
+        self.released: list[str] | None = None
         self.refuse: dict[str, FinishReason] = {}  # rid prefix -> how admission refuses it
         self.steps = self.generated = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -293,6 +294,16 @@ class FakeEngine:
 
     def _do_resume(self) -> None:
         self.paused = False
+
+    def _do_release_memory(self, tags: list[str] | None) -> None:
+        if self.live:
+            raise UserError(f"{len(self.live)} requests are running")
+        self.released = tags
+
+    def _do_resume_memory(self, tags: list[str] | None) -> None:
+        if tags and "soul" in tags:
+            raise UserError("unknown tag 'soul'")
+        self.released = None
 
     def _do_loads(self) -> dict[str, Any]:
         return {

@@ -118,11 +118,24 @@ async def test_get_weights_by_name_both_ways():
 
 async def test_what_is_not_built_says_so():
     async with serving() as (client, _, _):
-        for path in (*NOT_BUILT, "/release_memory_occupation", "/resume_memory_occupation"):
+        for path in NOT_BUILT:
             reply = await client.post(path, json={})
             assert reply.status_code == 501 and "not available" in reply.json()["message"], path
-        reply = await client.post("/release_memory_occupation", json={"tags": ["soul"]})
-        assert reply.status_code == 400 and "soul" in reply.text
+
+
+async def test_memory_answers_null_by_get_and_post_and_names_a_wrong_tag():
+    async with serving() as (client, fake, _):
+        for verb in ("release", "resume"):
+            for reply in (
+                await client.get(f"/{verb}_memory_occupation"),
+                await client.post(f"/{verb}_memory_occupation"),
+                await client.post(f"/{verb}_memory_occupation", json={"tags": ["kv_cache", "weights"], "more": 1}),
+            ):
+                assert (reply.status_code, reply.json()) == (200, None)
+            assert fake.released == (["kv_cache", "weights"] if verb == "release" else None)
+        for tags, said in ((["soul"], "soul"), ("weights", "tags"), ([1], "tags")):
+            reply = await client.post("/resume_memory_occupation", json={"tags": tags})
+            assert reply.status_code == 400 and said in reply.text
 
 
 async def test_tokenize_and_detokenize():

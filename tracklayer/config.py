@@ -81,6 +81,10 @@ class EngineConfig:
     cuda_graph_max_bs: int | None = flag(
         None, "largest decode batch with a CUDA graph; default: max_running_requests", low=1, high=1 << 16
     )
+    enable_memory_saver: bool = flag(False, "let /release_memory_occupation give GPU memory to others for a while")
+    enable_weights_cpu_backup: bool = flag(
+        False, "keep released weights in host memory; default: read their checkpoint again"
+    )
     enable_return_routed_experts: bool = flag(False, "record the experts of each token and return them on request")
     skip_route_selftest: bool = flag(False, "start although the routes were not checked (not advised)")
     random_seed: int | None = flag(

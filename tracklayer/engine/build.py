@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tracklayer.runner.kv_cache import (
     state_bytes_per_row,
 )
 from tracklayer.runner.load import LoadedModel
+from tracklayer.runner.memory import Memory, WeightSource
 from tracklayer.runner.runner import Runner
 from tracklayer.runner.selftest import self_test
 from tracklayer.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -36,9 +38,10 @@ class Built:
     runner: Runner
     scheduler: Scheduler
     info: EngineInfo
+    memory: Memory
 
 
-def build_engine(config: EngineConfig, model: LoadedModel) -> Built:
+def build_engine(config: EngineConfig, model: LoadedModel, seed: int) -> Built:
     """Size, capture, test. Raises UserError / CheckpointError for what the user must change, SelfTestError."""
     chunk = config.chunked_prefill_size or DEFAULT_CHUNK[model.device.type]
     max_step_tokens = max(model.context_length if chunk == -1 else chunk, config.max_running_requests)
@@ -56,21 +59,29 @@ def build_engine(config: EngineConfig, model: LoadedModel) -> Built:
         )
     )
     runner = Runner(model, caches, config.max_running_requests)
+    capture = None
     if model.device.type == "cuda" and not config.disable_cuda_graph:
-        largest = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
-        runner.capture_graphs(largest, max_step_tokens)
-        assert runner.graphs is not None
-        log.info(
-            "captured %d CUDA graphs in %.1f s, %.2f GiB",
-            len(runner.graphs.sizes),
-            runner.graphs.capture_seconds,
-            runner.graphs.capture_bytes / 2**30,
-        )
+        capture = partial(_capture, config, runner, max_step_tokens)
+        capture()
     if caches.pool is not None and not config.skip_route_selftest:
         self_test(runner, config.page_size)
     elif caches.pool is not None:
         log.warning("the route self-test was skipped: nothing has checked that this configuration records every route")
-    return Built(model, runner, scheduler, _info(config, model, scheduler.config))
+    path = None if config.load_format == "dummy" else config.model_path
+    memory = Memory(runner, WeightSource(path, seed, config.enable_weights_cpu_backup), capture)
+    return Built(model, runner, scheduler, _info(config, model, scheduler.config), memory)
+
+
+def _capture(config: EngineConfig, runner: Runner, max_step_tokens: int) -> None:
+    largest = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
+    runner.capture_graphs(largest, max_step_tokens)
+    assert runner.graphs is not None
+    log.info(
+        "captured %d CUDA graphs in %.1f s, %.2f GiB",
+        len(runner.graphs.sizes),
+        runner.graphs.capture_seconds,
+        runner.graphs.capture_bytes / 2**30,
+    )
 
 
 def _prefix_cache(config: EngineConfig, model: LoadedModel) -> bool:

@@ -33,8 +33,9 @@ class EngineCore:
     def __init__(self, config: EngineConfig, *, model: LoadedModel | None = None) -> None:
         self.config = config
         self.seed = config.random_seed if config.random_seed is not None else secrets.randbits(31)
-        built = build_engine(config, model or load_model(config, self.seed))
+        built = build_engine(config, model or load_model(config, self.seed), self.seed)
         self.model, self.runner, self.scheduler, self.info = built.model, built.runner, built.scheduler, built.info
+        self.memory = built.memory
         self.weight_version = config.weight_version
         self.records: dict[str, Record] = {}
         self.in_flight: list[PendingStep] = []
@@ -131,6 +132,11 @@ class EngineCore:
     # the loop's body
 
     @property
+    def blocked(self) -> bool:
+        """No step may run: generation is paused, or memory that it needs was released."""
+        return self.paused or bool(self.memory.released)
+
+    @property
     def has_work(self) -> bool:
         """Something can be done now: a step, a commit, a delivery."""
         return bool(
@@ -138,7 +144,7 @@ class EngineCore:
             or self.deliveries
             or self.ready
             or any(future.done() for _, future in self.compiling.values())
-            or (not self.paused and self.scheduler.has_work)
+            or (not self.blocked and self.scheduler.has_work)
         )
 
     def step(self) -> list[RequestOutput]:
@@ -146,7 +152,7 @@ class EngineCore:
         self._take_compiled()
         if self._awaits_token():
             self.drain()
-        plan = None if self.paused else self.scheduler.plan()
+        plan = None if self.blocked else self.scheduler.plan()
         self.save_preempted()
         if plan is not None:
             self.counters.steps += 1

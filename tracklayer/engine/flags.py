@@ -29,6 +29,7 @@ ALIASES = {
     "seed": "random_seed",
     "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
     "cuda_graph_bs_decode": "cuda_graph_bs",
+    "enable_sleep_mode": "enable_memory_saver",
     "enable_prompt_tokens_details": "enable_cache_report",
 }
 
@@ -63,16 +64,13 @@ WITHOUT_EFFECT = {
         "not needed on one machine",
     ),
     "enable_priority_scheduling": "priorities are always honoured",
-    "grammar_backend": "there is no structured output yet",
-    "enable_memory_saver": "memory release is not built yet",
-    "enable_weights_cpu_backup": "memory release is not built yet",
+    "grammar_backend": "xgrammar is the only one",
     "enable_draft_weights_cpu_backup": "there is no draft model",
     "tokenizer_worker_num": "one tokenizer serves all",
     "enable_auto_tool_choice": "tool calls need no switch",
     "generation_config": "the checkpoint's is read",
     "max_logprobs": "there is no limit",
     "skip_server_warmup": "there is no warm-up request",
-    "enable_sleep_mode": "memory release is not built yet",
     "load_balance_method": "there is one replica",
 }
 

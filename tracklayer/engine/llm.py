@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from tracklayer.config import EngineConfig, load_model_config
 from tracklayer.engine.client import EngineClient
+from tracklayer.engine.control_plane import ControlPlane, Outcome
 from tracklayer.engine.flags import foreign, plain_name, unknown_flag
 from tracklayer.engine.frontend import TextFrontend
 from tracklayer.engine.intake import GenerateCall, Intake
-from tracklayer.engine.control_plane import ControlPlane, Outcome
 from tracklayer.engine.reply import reply
 from tracklayer.engine.sample import Sample
 from tracklayer.engine.tokenizer import TextTokenizer, load_tokenizer

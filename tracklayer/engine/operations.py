@@ -22,10 +22,10 @@ class Operations:
         self.core = core
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache; False while requests hold pages (or wait, unless paused)."""
+        """Empty the prefix cache; False while requests hold pages (or wait, unless blocked)."""
         core = self.core
         core.drain()
-        busy = core.scheduler.num_running > 0 or (core.scheduler.num_waiting > 0 and not core.paused)
+        busy = core.scheduler.num_running > 0 or (core.scheduler.num_waiting > 0 and not core.blocked)
         return not busy and core.scheduler.flush()
 
     def pause(self, mode: str = "abort") -> None:
@@ -59,8 +59,17 @@ class Operations:
             "token_usage": scheduler.num_used_slots / max(1, core.info.max_total_tokens),
             "weight_version": core.weight_version,
             "paused": core.paused,
+            "released_memory": sorted(core.memory.released),
+            "memory_usage": self._memory_usage(),
+            "max_running_requests": core.config.max_running_requests,
             **counters,
         }
+
+    def _memory_usage(self) -> dict[str, float]:
+        """GiB under SGLang's names, and the tokens that fit."""
+        gib = {tag: size / 2**30 for tag, size in self.core.memory.usage_bytes.items()}
+        names = {"weight": "weights", "kvcache": "kv_cache", "graph": "cuda_graph"}
+        return {**{name: gib[tag] for name, tag in names.items()}, "token_capacity": self.core.info.max_total_tokens}
 
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> str:
         self.core.drain()
@@ -76,21 +85,24 @@ class Operations:
         flush_cache: bool = True,
         abort_all_requests: bool = False,
     ) -> Generator[None, None, str]:
-        """Load another checkpoint of the same architecture in place; waits until no request runs, unless paused.
+        """Load another checkpoint of the same architecture in place; waits until no request runs, unless blocked.
 
         A checkpoint that does not fit leaves the weights as they were: it is read through once before the first copy.
         Returns the message of success.
         """
         core = self.core
+        self._need_weights()
         if abort_all_requests:
             core.drain()
             self.abort_all()
         core.holding = True
         try:
-            while not core.paused and core.records:
+            while not core.blocked and core.records:
                 yield
             core.drain()
+            self._need_weights()
             core.model.replace_weights(model_path)
+            core.memory.source.path = model_path
         finally:
             core.release()
         message = "Succeeded to update model weights."
@@ -105,8 +117,36 @@ class Operations:
         """First `truncate_size` rows of a checkpoint tensor as it is now, by its checkpoint name."""
         if not isinstance(name, str) or not isinstance(truncate_size, int) or truncate_size < 0:
             raise UserError(f"a weight has a name and a number of rows of 0 or more, got {name!r}, {truncate_size!r}")
+        self._need_weights()
         loader = self.core.model.loader()
         return loader.read(name)[:truncate_size].float().cpu().tolist()
+
+    def _need_weights(self) -> None:
+        if "weights" in self.core.memory.released:
+            raise UserError("the weights are released: resume them first (/resume_memory_occupation)")
+
+    def release_memory(self, tags: list[str] | None = None) -> None:
+        """Give memory back to the device; requests that come wait until all of it is resumed.
+
+        Raises UserError while requests run, for an unknown tag, and in an engine without enable_memory_saver.
+        """
+        core = self.core
+        if not core.config.enable_memory_saver:
+            raise UserError("memory is released only where --enable-memory-saver (enable_memory_saver=True) was given")
+        core.drain()
+        running = core.scheduler.num_running
+        if running:
+            raise UserError(
+                f"{running} requests are running: memory is released when none does; wait, or pause with mode abort or "
+                "retract first"
+            )
+        core.memory.release(tags)
+        if "kv_cache" in core.memory.released:
+            core.scheduler.flush()
+
+    def resume_memory(self, tags: list[str] | None = None) -> None:
+        """Take memory again: the caches empty, the weights as they were, the graphs captured anew."""
+        self.core.memory.resume(tags)
 
 
 class Controls:

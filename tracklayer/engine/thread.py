@@ -11,8 +11,8 @@ from typing import Any
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import Consumer, EngineInfo, failed
-from tracklayer.engine.operations import Controls
 from tracklayer.engine.engine import EngineCore
+from tracklayer.engine.operations import Controls
 from tracklayer.errors import TracklayerError
 from tracklayer.runner.load import LoadedModel
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput

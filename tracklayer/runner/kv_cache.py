@@ -54,6 +54,19 @@ class Caches:
         ]
         return cls([cache(a) for a in attentions], RoutePool(num_slots, routes, device) if routes else None, states)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that lies here; values inside keys are named too."""
+        kept = [tensor for state in self.states for tensor in state]
+        return [t for k, v in self.kv for t in (k, v)] + kept + ([self.pool.tensor_SLK] if self.pool else [])
+
+    def clear(self) -> None:
+        """As allocated: zeros, and routes that nobody wrote."""
+        for tensor in self.tensors:
+            tensor.zero_()
+        if self.pool:
+            self.pool.tensor_SLK.fill_(self.pool.sentinel)
+
     def copy(self, pairs_N2: Tensor) -> None:
         """Copy slots (source, target) in every cache and in the pool."""
         tensors = list({t.data_ptr(): t for k, v in self.kv for t in (v, k)}.values())  # values inside keys move too

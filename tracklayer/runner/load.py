@@ -42,6 +42,13 @@ class LoadedModel:
             num_hidden_layers=len(self.spec.layers),
         )
 
+    def fill(self, path: str | None, seed: int) -> None:
+        """Weights from a checkpoint directory, or random ones of `seed`. Raises CheckpointError."""
+        if path is None:
+            dummy_weights(self.decoder, seed)
+        else:
+            load_weights(self.decoder, self.family, path)
+
     def loader(self, *, dry: bool = False) -> Loader:
         return Loader(self.decoder, self.family, dry=dry)
 
@@ -116,11 +123,7 @@ def load_model(config: EngineConfig, seed: int) -> LoadedModel:
             f"the weights of {family.name} do not fit: {free / 2**30:.1f} of {total / 2**30:.1f} GiB were free; "
             "use a smaller dtype or a larger GPU"
         ) from error
-    if config.load_format == "dummy":
-        dummy_weights(decoder, seed)
-    else:
-        load_weights(decoder, family, config.model_path)
-    return LoadedModel(
+    model = LoadedModel(
         decoder=decoder.eval(),
         family=family,
         spec=spec,
@@ -130,3 +133,5 @@ def load_model(config: EngineConfig, seed: int) -> LoadedModel:
         context_length=context_length,
         overrides=config.json_model_override_args,
     )
+    model.fill(None if config.load_format == "dummy" else config.model_path, seed)
+    return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -135,26 +134,18 @@ async def get_weights_by_name(request: Request) -> Response:
 
 @router.api_route("/release_memory_occupation", methods=BOTH)
 async def release_memory(request: Request) -> Response:
+    """Give the memory of the tags kv_cache, weights, cuda_graph (none named: all) back; new requests wait."""
     body = await _body(request, protocol.MemoryBody)
-    await _memory(service_of(request).control.release_memory(body.tags or None))
+    await service_of(request).control.release_memory(body.tags)
     return answer(None)
 
 
 @router.api_route("/resume_memory_occupation", methods=BOTH)
 async def resume_memory(request: Request) -> Response:
+    """Take released memory again; what waited goes on when all of it is back."""
     body = await _body(request, protocol.MemoryBody)
-    await _memory(service_of(request).control.resume_memory(body.tags or None))
+    await service_of(request).control.resume_memory(body.tags)
     return answer(None)
-
-
-async def _memory(operation: Coroutine[Any, Any, None]) -> None:
-    try:
-        await operation
-    except UserError as error:
-        # an engine without memory release says that it has no such operation
-        if "no control operation" not in str(error):
-            raise
-        raise ApiError(501, "memory release is not available in this version of Tracklayer") from error
 
 
 @router.api_route("/freeze_gc", methods=BOTH)

@@ -53,7 +53,6 @@ async def server_info(request: Request) -> Response:
             "disaggregation_mode": "null",
             "disaggregation_bootstrap_port": None,
             "encoder_only": False,
-            "enable_memory_saver": False,
             **public_config(service),
             **await service.control.server_info(),
             "enable_return_routed_experts": service.info.recording,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 Ids = list[int]
 
@@ -183,15 +183,7 @@ class WeightVersionBody(Body):
 
 
 class MemoryBody(Body):
-    tags: list[str] | None = None
-
-    @field_validator("tags")
-    @classmethod
-    def _known(cls, tags: list[str] | None) -> list[str] | None:
-        for tag in tags or ():
-            if tag not in ("kv_cache", "weights", "cuda_graph"):
-                raise ValueError(f"unknown tag {tag!r}: kv_cache, weights or cuda_graph")
-        return tags
+    tags: list[str] | None = Field(None, description="kv_cache, weights, cuda_graph; none: all of them")
 
 
 class EmptyBody(Body):

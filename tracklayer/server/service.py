@@ -10,9 +10,9 @@ from fastapi import Request
 
 from tracklayer.config import EngineConfig, load_generation_config
 from tracklayer.engine.client import EngineClient, EngineInfo
+from tracklayer.engine.control_plane import ControlPlane
 from tracklayer.engine.frontend import Observer, TextFrontend
 from tracklayer.engine.intake import Intake, Limits
-from tracklayer.engine.control_plane import ControlPlane
 from tracklayer.engine.tokenizer import TextTokenizer
 from tracklayer.errors import UserError
 from tracklayer.routes.codec import encode, encode_packed, encode_sglang
