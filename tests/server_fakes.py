@@ -131,6 +131,8 @@ class FakeEngine:
         self.seen: list[EngineRequest] = []
         self.paused = False
         self.released: list[str] | None = None
+        self.profiles: list[dict[str, Any]] = []
+        self.frozen = 0
         self.refuse: dict[str, FinishReason] = {}  # rid prefix -> how admission refuses it
         self.steps = self.generated = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -304,6 +306,23 @@ class FakeEngine:
         if tags and "soul" in tags:
             raise UserError("unknown tag 'soul'")
         self.released = None
+
+    def _do_check_weights(self, action: str, skip: list[str] | None) -> dict[str, Any]:
+        if action not in ("checksum", "snapshot", "compare"):
+            raise UserError(f"action {action!r}")
+        return {
+            "checksum": {"checksums": {"w": "00"}, "per_gpu_checksum": "11"},
+            "compare": {"different": ["w", "v"]},
+        }.get(action, {})
+
+    def _do_start_profile(self, **order: Any) -> None:
+        self.profiles.append(order)
+
+    def _do_stop_profile(self) -> str:
+        return "a.trace.json.gz"
+
+    def _do_freeze_gc(self) -> None:
+        self.frozen += 1
 
     def _do_loads(self) -> dict[str, Any]:
         return {

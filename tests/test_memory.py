@@ -206,9 +206,8 @@ def test_wrong_tags_and_an_engine_without_the_flag():
 def test_the_python_engine_releases_and_resumes(checkpoint):
     options = {**SMALL, "skip_tokenizer_init": True}
     ask = {"input_ids": PROMPTS[1], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
-    with tracklayer.Engine(str(checkpoint), **options) as engine:
-        with pytest.raises(UserError, match="enable_memory_saver"):
-            engine.release_memory_occupation()
+    with tracklayer.Engine(str(checkpoint), **options) as engine, pytest.raises(UserError, match="enable_memory_saver"):
+        engine.release_memory_occupation()
     with tracklayer.Engine(str(checkpoint), **options, enable_memory_saver=True) as engine:
         before = engine.generate(**ask)["output_ids"]
         assert engine.release_memory_occupation(["kv_cache", "weights"]) is None

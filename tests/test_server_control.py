@@ -123,6 +123,34 @@ async def test_what_is_not_built_says_so():
             assert reply.status_code == 501 and "not available" in reply.json()["message"], path
 
 
+async def test_weights_checker_profile_and_gc(tmp_path):
+    async with serving(profile_dir=str(tmp_path)) as (client, fake, _):
+        found = (await client.post("/weights_checker")).json()
+        assert found["success"] and found["ranks"][0]["checksums"] == {"w": "00"}
+        assert found["ranks"][0]["parallelism_info"]["tp_size"] == 1 and len(found["per_engine_checksum"]) == 64
+        assert (await client.post("/weights_checker", json={"action": "snapshot"})).json()["success"] is True
+        bad = await client.post("/weights_checker", json={"action": "compare", "skip_tensor_list": ["x"]})
+        assert bad.status_code == 400 and bad.json()["success"] is False and "w, v" in bad.json()["message"]
+        assert (await client.post("/weights_checker", json={"action": "dance"})).status_code == 400
+        generation = {"model": "m", "prompt": "a", "max_tokens": 3, "stream": True, "temperature": 0.0}
+        for body in (None, {}, {"num_steps": "5", "start_step": 3, "activities": ["CPU"]}, generation):
+            assert (await client.post("/start_profile", json=body) if body is not None else
+                    await client.post("/start_profile")).status_code == 200  # fmt: skip
+        assert fake.profiles[2] == {
+            "folder": str(tmp_path), "num_steps": 5, "start_step": 3, "activities": ["CPU"],
+            "with_stack": False, "record_shapes": False,
+        }  # fmt: skip
+        for folder, status in (("mine", 200), (f"{tmp_path}/a/b", 200), ("../other", 400), ("/", 400)):
+            reply = await client.post("/start_profile", json={"output_dir": folder})
+            assert reply.status_code == status, folder
+        for body in ({"num_steps": "many"}, {"num_steps": 0}, {"start_step": -1}, {"activities": "CPU"}):
+            assert (await client.post("/start_profile", json=body)).status_code == 400, body
+        assert "trace" in (await client.post("/stop_profile")).text
+        for method in ("GET", "POST"):
+            assert (await client.request(method, "/freeze_gc")).status_code == 200
+        assert fake.frozen == 2
+
+
 async def test_memory_answers_null_by_get_and_post_and_names_a_wrong_tag():
     async with serving() as (client, fake, _):
         for verb in ("release", "resume"):

@@ -60,7 +60,7 @@ async def test_the_colocated_step(checkpoints, mode):
 
 
 async def test_running_requests_and_a_missing_flag_are_400s(checkpoints):
-    async with real(checkpoints / "0") as (client, service):
+    async with real(checkpoints / "0") as (client, _):
         assert "enable-memory-saver" in (await post(client, "/release_memory_occupation", status=400)).text
         assert (await client.get("/server_info")).json()["enable_memory_saver"] is False
     long = {"input_ids": [5, 6], "sampling_params": {**GREEDY, "max_new_tokens": 900}, "rid": "long"}

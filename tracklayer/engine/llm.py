@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
 import sys
-import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -22,10 +19,12 @@ from tracklayer.engine.control_plane import ControlPlane, Outcome
 from tracklayer.engine.flags import foreign, plain_name, unknown_flag
 from tracklayer.engine.frontend import TextFrontend
 from tracklayer.engine.intake import GenerateCall, Intake
+from tracklayer.engine.loop_thread import LoopThread
+from tracklayer.engine.progress import ProgressBar
 from tracklayer.engine.reply import reply
 from tracklayer.engine.sample import Sample
 from tracklayer.engine.tokenizer import TextTokenizer, load_tokenizer
-from tracklayer.errors import TracklayerError, UserError
+from tracklayer.errors import UserError
 
 T = TypeVar("T")
 TEXT_OPTIONS = ("chat_template", "trust_remote_code", "log_level", "served_model_name")
@@ -37,63 +36,6 @@ class FlushResult:
     """What flush_cache answers."""
 
     success: bool
-
-
-class LoopThread:
-    """An event loop on a daemon thread."""
-
-    def __init__(self) -> None:
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
-        self._closed = False
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="tracklayer-frontend", daemon=True)
-        self._thread.start()
-
-    @property
-    def here(self) -> bool:
-        """Whether this is the process that the thread runs in: a fork has no thread."""
-        return os.getpid() == self._owner
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Raises TracklayerError after `close`, and in a fork."""
-        with self._lock:
-            if self.here and not self._closed:
-                return asyncio.run_coroutine_threadsafe(work, self.loop)
-        work.close()
-        if self._closed:
-            raise TracklayerError("the engine was shut down")
-        raise TracklayerError(
-            f"this Engine lives in process {self._owner} and can not be used in a fork of it: make one in each process"
-        )
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result. An interrupted wait (Ctrl-C) cancels it, which aborts its requests."""
-        future = self.submit(work)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
-
-    def close(self) -> None:
-        """Let what was submitted end, or cancel it; then stop."""
-        with self._lock:
-            self._closed = True
-            last = asyncio.run_coroutine_threadsafe(_end_all(), self.loop)
-        last.result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
-
-
-async def _end_all() -> None:
-    """Wait a moment for the loop's other tasks, then cancel them."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    if others:
-        _, late = await asyncio.wait(others, timeout=1.0)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
 
 
 def engine_options(options: dict[str, Any]) -> tuple[EngineConfig, dict[str, Any]]:
@@ -192,7 +134,7 @@ class Engine:
             progress = call.batched and sys.stderr.isatty()
         if not progress:
             return self._thread.run(self._answer(call))
-        with _bar(call) as ended:
+        with ProgressBar(call) as ended:
             return self._thread.run(self._answer(call, ended))
 
     async def async_generate(
@@ -300,6 +242,30 @@ class Engine:
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
         self._thread.run(self._control.resume_memory(tags))
 
+    def begin_weight_update(self, selector: str = "all") -> Outcome:
+        """Updates need no bracket; it is there for callers who send one."""
+        return True, "Nothing to do: weight updates need no bracket."
+
+    def end_weight_update(self) -> Outcome:
+        return self.begin_weight_update()
+
+    def check_weights(self, action: str = "checksum", skip_tensor_list: list[str] | None = None) -> dict[str, Any]:
+        """checksum, snapshot, reset_tensors or compare: {success, message, ...} as /weights_checker answers."""
+        success, message, more = self._thread.run(self._control.check_weights(action, skip_tensor_list))
+        return {"success": success, "message": message, **more}
+
+    def start_profile(self, output_dir: str | None = None, **order: Any) -> None:
+        """Profile the engine's steps. Keywords: start_step, num_steps, activities, with_stack, record_shapes."""
+        self._thread.run(self._control.start_profile(output_dir, **order))
+
+    def stop_profile(self) -> str | None:
+        """The path of the trace, None when the profile had not begun."""
+        return self._thread.run(self._control.stop_profile())
+
+    def freeze_gc(self) -> None:
+        """Keep what lives now out of later garbage collections."""
+        self._thread.run(self._control.freeze_gc())
+
     def get_server_info(self) -> dict[str, Any]:
         """The configuration, the engine's facts, and its load now."""
         config = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
@@ -335,34 +301,3 @@ async def _next(chunks: AsyncIterator[T]) -> T | None:
 
 async def _close(chunks: Any) -> None:
     await chunks.aclose()
-
-
-class _bar:
-    """A progress bar over a call's sequences; entering gives the callback that counts one ended Sample."""
-
-    def __init__(self, call: GenerateCall) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        raw = call.sampling_params
-        first = raw[0] if isinstance(raw, list) and raw else raw
-        n = first.get("n") if isinstance(first, dict) else getattr(first, "n", 1)
-        prompts = call.text if call.text is not None else call.input_ids
-        total = (len(prompts) if call.batched and prompts is not None else 1) * (n or 1)
-        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-        self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
-        self._task = self._bar.add_task("", total=total, rate="")
-        self._tokens = 0
-
-    def __enter__(self) -> Callable[[Sample], None]:
-        self._bar.start()
-        return self._ended
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def _ended(self, sample: Sample) -> None:
-        self._tokens += len(sample.output_ids)
-        elapsed_s = self._bar.tasks[0].elapsed or 0.0
-        rate = f"{self._tokens / elapsed_s:,.0f} tok/s" if elapsed_s else ""
-        self._bar.update(self._task, advance=1, rate=rate)

@@ -6,12 +6,15 @@ it yields while it waits.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
 
 from tracklayer.engine.client import pause_mode
 from tracklayer.engine.engine import EngineCore
+from tracklayer.engine.profile import Profiler
+from tracklayer.engine.weights_check import WeightsCheck
 from tracklayer.errors import TracklayerError, UserError
 
 
@@ -20,6 +23,8 @@ class Operations:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
+        self.profiler = Profiler()
+        self.check = WeightsCheck(core.model.decoder)
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests hold pages (or wait, unless blocked)."""
@@ -121,6 +126,26 @@ class Operations:
         loader = self.core.model.loader()
         return loader.read(name)[:truncate_size].float().cpu().tolist()
 
+    def check_weights(self, action: str = "checksum", skip: list[str] | None = None) -> dict[str, Any]:
+        """See WeightsCheck.run. Raises UserError while requests run and are to lose their weights."""
+        self._need_weights()
+        core = self.core
+        core.drain()
+        if action == "reset_tensors" and not core.scheduler.flush():
+            raise UserError("requests are running: reset_tensors would spoil the weights that they use")
+        return self.check.run(action, skip)
+
+    def start_profile(self, folder: str, **order: Any) -> None:
+        self.profiler.start(self.core.counters.steps, folder, **order)
+
+    def stop_profile(self) -> str | None:
+        return self.profiler.stop()
+
+    def freeze_gc(self) -> None:
+        """Keep what lives now out of later garbage collections."""
+        gc.collect()
+        gc.freeze()
+
     def _need_weights(self) -> None:
         if "weights" in self.core.memory.released:
             raise UserError("the weights are released: resume them first (/resume_memory_occupation)")
@@ -174,7 +199,8 @@ class Controls:
             future.set_result(result)
 
     def poll(self) -> None:
-        """Advance the oldest waiting operation."""
+        """Advance the oldest waiting operation, and the profile."""
+        self.operations.profiler.advance(self.operations.core.counters.steps)
         while self.waiting:
             future, steps = self.waiting[0]
             try:

@@ -51,6 +51,9 @@ class ServerConfig:
     log_requests: bool = flag(False, "log each request when it comes and when it ends")
     log_requests_level: int = flag(2, "0: sizes and times; 1: sampling parameters too; 2: output text too")
     weight_paths: str = flag("any", "checkpoints that may be loaded over HTTP: any, none, or inside this directory")
+    profile_dir: str | None = flag(
+        None, "profiles are written here or in folders inside; default: tracklayer-profiles in the temporary folder"
+    )
     max_body_bytes: int = flag(256 * MIB, "largest request body in bytes; beyond it 413", low=1)
     max_batch_prompts: int = flag(4096, "prompts in one request at most", low=1)
     max_samples: int = flag(512, "n of one request at most", low=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from typing import Any
 
@@ -27,9 +26,6 @@ NOT_BUILT = (
     "/update_weights_from_distributed",
     "/destroy_weights_update_group",
     "/update_weights_from_ipc",
-    "/weights_checker",
-    "/start_profile",
-    "/stop_profile",
     "/load_lora_adapter",
     "/unload_lora_adapter",
     "/open_session",
@@ -148,11 +144,40 @@ async def resume_memory(request: Request) -> Response:
     return answer(None)
 
 
+@router.api_route("/weights_checker", methods=BOTH)
+async def weights_checker(request: Request) -> Response:
+    """Checksums of the weights; or snapshot, reset_tensors and compare around an update."""
+    body, control = await _body(request, protocol.WeightsCheckerBody), service_of(request).control
+    success, message, more = await control.check_weights(body.action or "checksum", body.skip_tensor_list)
+    return _outcome((success, message), **more)
+
+
+@router.api_route("/start_profile", methods=BOTH)
+async def start_profile(request: Request) -> Response:
+    """Profile the engine's steps with torch's profiler; a body of another kind (a generation's) asks for nothing."""
+    body = await _body(request, protocol.ProfileBody)
+    await service_of(request).control.start_profile(
+        body.output_dir,
+        start_step=body.start_step,
+        num_steps=body.num_steps,
+        activities=body.activities,
+        with_stack=bool(body.with_stack),
+        record_shapes=bool(body.record_shapes),
+    )
+    return PlainTextResponse("Profiling started.\n")
+
+
+@router.api_route("/stop_profile", methods=BOTH)
+async def stop_profile(request: Request) -> Response:
+    """End the profile and write its trace."""
+    path = await service_of(request).control.stop_profile()
+    return PlainTextResponse(f"Profile written to {path}.\n" if path else "The profile had not begun.\n")
+
+
 @router.api_route("/freeze_gc", methods=BOTH)
-async def freeze_gc() -> Response:
-    """Keep what lives now out of later garbage collections."""
-    gc.collect()
-    gc.freeze()
+async def freeze_gc(request: Request) -> Response:
+    """Keep what lives now, in this process and the engine's, out of later garbage collections."""
+    await service_of(request).control.freeze_gc()
     return PlainTextResponse("Garbage collection frozen.\n")
 
 

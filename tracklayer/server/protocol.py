@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Ids = list[int]
+Steps = Annotated[int | None, Field(ge=1, strict=False)]
 
 
 class Body(BaseModel):
@@ -184,6 +185,24 @@ class WeightVersionBody(Body):
 
 class MemoryBody(Body):
     tags: list[str] | None = Field(None, description="kv_cache, weights, cuda_graph; none: all of them")
+
+
+class WeightsCheckerBody(Body):
+    """POST /weights_checker. skip_tensor_list: texts; tensors whose names hold one of them are left out."""
+
+    action: str | None = Field(None, description="checksum, snapshot, reset_tensors or compare")
+    skip_tensor_list: list[str] | None = None
+
+
+class ProfileBody(Body):
+    """POST /start_profile; numbers may be strings."""
+
+    output_dir: str | None = None
+    start_step: Steps = None
+    num_steps: Steps = None
+    activities: list[str] | None = Field(None, description="CPU, GPU, MEM")
+    with_stack: bool | None = None
+    record_shapes: bool | None = None
 
 
 class EmptyBody(Body):

@@ -10,7 +10,7 @@ from fastapi import Request
 
 from tracklayer.config import EngineConfig, load_generation_config
 from tracklayer.engine.client import EngineClient, EngineInfo
-from tracklayer.engine.control_plane import ControlPlane
+from tracklayer.engine.control_plane import PROFILES, ControlPlane
 from tracklayer.engine.frontend import Observer, TextFrontend
 from tracklayer.engine.intake import Intake, Limits
 from tracklayer.engine.tokenizer import TextTokenizer
@@ -120,7 +120,12 @@ def build_service(
         weight_version=engine_config.weight_version,
         observer=Observers(*watchers),
     )
-    control = ControlPlane(frontend, model_path=engine_config.model_path, weight_paths=config.weight_paths)
+    control = ControlPlane(
+        frontend,
+        model_path=engine_config.model_path,
+        weight_paths=config.weight_paths,
+        profile_dir=config.profile_dir or str(PROFILES),
+    )
     load = ExpertLoad(len(client.info.layer_ids), client.info.num_experts)
     defaults = generation_defaults(engine_config.model_path) if config.sampling_defaults == "model" else {}
     return Service(frontend, control, config, engine_config, metrics, load, defaults, launch_command)
