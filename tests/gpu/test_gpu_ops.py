@@ -5,8 +5,10 @@ from __future__ import annotations
 import kernel_checks as checks
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_cases import DECODE, MIXED, Case, build, error, exact
 
+from tracklayer.kernels import attention_hopper
 from tracklayer.kernels.attention import paged_attention, paged_attention_ref
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +60,39 @@ def test_fresh_prompts_and_decodes_apart():
     tensors, keywords = build(Case([1] * 9 + [300, 1], [77] * 9 + [400, 5], 32, 4, 128, 128), torch.bfloat16, "cuda")
     want = paged_attention_ref(*(x.float() for x in tensors), **keywords).double().cpu().numpy()
     assert error(paged_attention(*tensors, num_decodes=9, **keywords), want) < 1e-2
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(32, 4), (8, 8), (16, 4), (8, 4)])
+@pytest.mark.parametrize("dtype,bound", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_whole_prompts_on_hopper_beside_poison(heads, kv_heads, dtype, bound):
+    """Prompts of all lengths around a block's, read out of a wider tensor; others' rows are NaN and stay alone."""
+    lens = [17, 300, 1, 0, 129, 128, 5, 1000]
+    starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    tokens, width = sum(lens) + 9, (heads + 2 * kv_heads) * 128
+    q, k, v = (
+        x.view(tokens, -1, 128)
+        for x in torch.randn(tokens, width, dtype=dtype, device="cuda").split(
+            [heads * 128, kv_heads * 128, kv_heads * 128], 1
+        )
+    )
+    if not attention_hopper.serves(q, k, v, {}):
+        pytest.skip("needs a Hopper GPU")
+    others = {1, 6}
+    for b in others:
+        k[starts[b] : starts[b + 1]] = v[starts[b] : starts[b + 1]] = torch.nan
+    k[starts[-1] :] = v[starts[-1] :] = torch.nan
+    seen = torch.tensor([-1 if b in others else n for b, n in enumerate(lens)], dtype=torch.int32, device="cuda")
+    out = torch.full((tokens, heads, 128), 7.0, dtype=dtype, device="cuda")
+    attention_hopper.prompt_attention(q, k, v, starts_B1=starts, lens_B=seen, scale=0.1, out_TNE=out)
+    for b, n in enumerate(lens):
+        at = slice(int(starts[b]), int(starts[b]) + n)
+        if b in others:
+            assert (out[at] == 7).all(), f"sequence {b} is another's"
+        elif n:
+            own = (x[at].double().transpose(0, 1) for x in (q, k, v))
+            want = F.scaled_dot_product_attention(*own, is_causal=True, scale=0.1, enable_gqa=True).transpose(0, 1)
+            assert error(out[at], want.cpu().numpy()) < bound, f"sequence {b} of {n} tokens"
+    assert (out[starts[-1] :] == 7).all()
 
 
 def test_decode_in_a_graph_follows_lens():

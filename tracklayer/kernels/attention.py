@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tracklayer.kernels import attention_hopper
 from tracklayer.kernels.attention_decode import paged_decode
 from tracklayer.kernels.attention_prefill import paged_prefill
 from tracklayer.kernels.dispatch import use_triton
@@ -65,8 +66,12 @@ def paged_attention(
     num_decodes = len(lens_B) if max_query == 1 else num_decodes
     out_TNE = None
     if fresh is not None and step_kv is not None:
-        options = dict(slot_table_RC=None, rows_B=None, starts_B1=starts_B1, lens_B=fresh[1], **rule)
-        out_TNE = paged_prefill(q_TND, *step_kv, **options)
+        out_TNE = q_TND.new_empty(*q_TND.shape[:2], v_SHE.shape[2])
+        begun = dict(starts_B1=starts_B1, lens_B=fresh[1], out_TNE=out_TNE)
+        if attention_hopper.serves(q_TND, *step_kv, rule):
+            attention_hopper.prompt_attention(q_TND, *step_kv, scale=scale, **begun)
+        else:
+            paged_prefill(q_TND, *step_kv, slot_table_RC=None, rows_B=None, **begun, **rule)
         where["lens_B"] = fresh[0]
     return launch_paged_attention(
         q_TND, k_SHD, v_SHE, num_decodes=num_decodes, max_len=max_len, out_TNE=out_TNE, **where, **rule
