@@ -54,7 +54,7 @@ def test_one_launch_router(name, seed):
 
 @pytest.mark.parametrize("kind", ["spread", "all to one", "padded"])
 def test_pairs_are_grouped_in_order(kind, seed):
-    for num_tokens, top_k, experts in ((1, 2, 5), (97, 3, 9), (2053, 8, 128), (16384, 8, 300)):
+    for num_tokens, top_k, experts in ((1, 2, 5), (97, 3, 9), (2053, 8, 128), (16384, 8, 300), (8191, 4, 384)):
         ids_TK = checks.some_ids(kind, num_tokens, top_k, experts + 2, torch.Generator().manual_seed(seed))
         checks.check_sort(ids_TK, experts, 128, "cuda")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import moe_checks as checks
+from tracklayer.kernels import route_sort
 from tracklayer.kernels.experts import ExpertSpec
 from tracklayer.kernels.experts_cuda import fused_experts_triton
 from tracklayer.kernels.select import select_experts_triton
@@ -56,6 +57,15 @@ def test_one_launch_router(name):
 def test_pairs_are_grouped_in_order(kind):
     for num_tokens, top_k, experts in ((1, 2, 5), (97, 3, 9)):
         ids_TK = checks.some_ids(kind, num_tokens, top_k, experts + 2, torch.Generator().manual_seed(0))
+        checks.check_sort(ids_TK, experts, 16, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["spread", "all to one", "padded"])
+def test_many_pairs_are_grouped_in_two_launches(kind, monkeypatch):
+    for name, value in {"MANY_PAIRS": 1, "CHUNK": 64, "PART": 16}.items():
+        monkeypatch.setattr(route_sort, name, value)
+    for num_tokens, top_k, experts in ((1, 2, 5), (97, 3, 9), (130, 4, 70)):
+        ids_TK = checks.some_ids(kind, num_tokens, top_k, experts + 2, torch.Generator().manual_seed(1))
         checks.check_sort(ids_TK, experts, 16, "cpu")
 
 

@@ -1,7 +1,10 @@
-"""Triton: sort (token, expert) pairs by expert, in one launch that never asks the host.
+"""Triton: sort (token, expert) pairs by expert, in one launch or two that never ask the host.
 
-P pairs (T * K), E experts, M rows of a block. A program per expert counts all pairs (a histogram), which tells it
-where its own begin, and writes its own in the order of pairs: stable, deterministic, no atomics on memory.
+P pairs (T * K), E experts, M rows of a block, C chunks of the pairs. Stable, deterministic, no atomics on memory.
+    few pairs    one launch, a program per expert: it counts all pairs (a histogram), which tells it where its own
+                 begin, and writes its own in their order
+    many pairs   one launch counts each chunk; in the next a program per chunk sums the counts of the chunks before
+                 its own and places its pairs
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tracklayer.kernels.jit import await_previous, has_pdl
+
+MANY_PAIRS = 16384  # from here on two launches that read every pair twice beat E programs that each read them all
+CHUNK, PART = 1024, 128  # pairs of a program, and at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,26 @@ class SortedPairs:
 
 
 @triton.jit
+def _write_blocks(
+    starts_ptr, blocks_ptr, num_blocks_ptr, max_blocks, counts_N, begin, expert, E: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr,
+):  # fmt: skip
+    """What one expert adds to the lists: its first place, and its blocks of M rows."""
+    before_N = tl.arange(0, N) < expert
+    mine = tl.sum(tl.where(tl.arange(0, N) == expert, counts_N, 0), 0)
+    first_block = tl.sum(tl.where(before_N, (counts_N + M - 1) // M, 0), 0)
+    num_blocks = (mine + M - 1) // M
+    tl.store(starts_ptr + expert, begin)
+    if expert == E - 1:
+        tl.store(starts_ptr + E, begin + mine)
+        tl.store(num_blocks_ptr, first_block + num_blocks)
+    for b0 in range(0, num_blocks, 32):
+        b = b0 + tl.arange(0, 32)
+        tl.store(blocks_ptr + first_block + b, tl.zeros([32], tl.int32) + expert, mask=b < num_blocks)
+        tl.store(blocks_ptr + max_blocks + first_block + b, begin + b * M, mask=b < num_blocks)
+
+
+@triton.jit(do_not_specialize=["P", "max_blocks"])
 def _route_sort_kernel(
     ids_ptr, pairs_ptr, starts_ptr, blocks_ptr, num_blocks_ptr, P, max_blocks, E: tl.constexpr, N: tl.constexpr,
     CHUNK: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr,
@@ -46,25 +72,57 @@ def _route_sort_kernel(
         counts_N += tl.histogram(tl.where(known, ids, 0), N, mask=known)
     before_N = tl.arange(0, N) < expert
     begin = tl.sum(tl.where(before_N, counts_N, 0), 0)
-    mine = tl.sum(tl.where(tl.arange(0, N) == expert, counts_N, 0), 0)
-    first_block = tl.sum(tl.where(before_N, (counts_N + M - 1) // M, 0), 0)
-    num_blocks = (mine + M - 1) // M
-    tl.store(starts_ptr + expert, begin)
-    if expert == E - 1:
-        tl.store(starts_ptr + E, begin + mine)
-        tl.store(num_blocks_ptr, first_block + num_blocks)
-
-    for b0 in range(0, num_blocks, 32):
-        b = b0 + tl.arange(0, 32)
-        tl.store(blocks_ptr + first_block + b, tl.zeros([32], tl.int32) + expert, mask=b < num_blocks)
-        tl.store(blocks_ptr + max_blocks + first_block + b, begin + b * M, mask=b < num_blocks)
-
+    _write_blocks(starts_ptr, blocks_ptr, num_blocks_ptr, max_blocks, counts_N, begin, expert, E, N, M)
     for start in range(0, P, CHUNK):
         ids = tl.load(ids_ptr + start + place, mask=start + place < P, other=-1)
         hit = (ids == expert).to(tl.int32)
         at = begin + tl.cumsum(hit, 0) - 1
         tl.store(pairs_ptr + at, start + place, mask=hit > 0)
         begin += tl.sum(hit, 0)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _count_kernel(ids_ptr, counts_ptr, P, E: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    await_previous(PDL)
+    ids = tl.load(ids_ptr + at, mask=at < P, other=-1)
+    known = (ids >= 0) & (ids < E)
+    counts_N = tl.histogram(tl.where(known, ids, 0), N, mask=known)
+    tl.store(counts_ptr + tl.program_id(0) * N + tl.arange(0, N), counts_N)
+
+
+@triton.jit(do_not_specialize=["P", "chunks", "max_blocks"])
+def _place_kernel(
+    ids_ptr, counts_ptr, pairs_ptr, starts_ptr, blocks_ptr, num_blocks_ptr, P, chunks, max_blocks, E: tl.constexpr,
+    N: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, AT_ONCE: tl.constexpr, M: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program c places chunk c, and writes the lists of expert c."""
+    pid = tl.program_id(0)
+    expert_N = tl.arange(0, N)
+    await_previous(PDL)
+    counts_N = tl.zeros([N], tl.int32)
+    earlier_N = tl.zeros([N], tl.int32)
+    for c0 in range(0, chunks, AT_ONCE):
+        chunk_C = c0 + tl.arange(0, AT_ONCE)
+        counts_CN = tl.load(
+            counts_ptr + chunk_C[:, None] * N + expert_N[None, :], mask=(chunk_C < chunks)[:, None], other=0
+        )
+        counts_N += tl.sum(counts_CN, 0)
+        earlier_N += tl.sum(tl.where((chunk_C < pid)[:, None], counts_CN, 0), 0)
+    begin_N = tl.cumsum(counts_N, 0) - counts_N
+    if pid < E:
+        begin = tl.sum(tl.where(expert_N == pid, begin_N, 0), 0)
+        _write_blocks(starts_ptr, blocks_ptr, num_blocks_ptr, max_blocks, counts_N, begin, pid, E, N, M)
+    next_N = begin_N + earlier_N
+    if pid < chunks:
+        for start in range(pid * CHUNK, tl.minimum((pid + 1) * CHUNK, P), PART):
+            pair = start + tl.arange(0, PART)
+            ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1)
+            hit_PN = (ids[:, None] == expert_N[None, :]).to(tl.int32)
+            place = tl.sum(hit_PN * (tl.cumsum(hit_PN, 0) - 1 + next_N[None, :]), 1)
+            tl.store(pairs_ptr + place, pair, mask=(ids >= 0) & (ids < E))
+            next_N += tl.sum(hit_PN, 0)
 
 
 def max_num_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
@@ -81,13 +139,24 @@ def route_sort(ids_TK: Tensor, num_experts: int, block_rows: int) -> SortedPairs
     starts_E1 = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     blocks_2B = torch.empty(2, max_blocks, dtype=torch.int32, device=device)
     num_blocks_1 = torch.empty(1, dtype=torch.int32, device=device)
-    pdl = has_pdl(device)
-    chunk = min(4096, max(128, triton.next_power_of_2(num_pairs)))
-    _route_sort_kernel[(num_experts,)](
-        ids_TK, pairs_P, starts_E1, blocks_2B, num_blocks_1, num_pairs, max_blocks, E=num_experts,
-        N=max(32, triton.next_power_of_2(num_experts)), CHUNK=chunk, M=block_rows, PDL=pdl, launch_pdl=pdl,
-        num_warps=4 if chunk <= 1024 else 8,
-    )  # fmt: skip
+    width, pdl = max(32, triton.next_power_of_2(num_experts)), has_pdl(device)
+    common = dict(P=num_pairs, E=num_experts, N=width, PDL=pdl, launch_pdl=pdl)
+    lists = (pairs_P, starts_E1, blocks_2B, num_blocks_1)
+    if num_pairs < MANY_PAIRS:
+        chunk = min(4096, max(128, triton.next_power_of_2(num_pairs)))
+        _route_sort_kernel[(num_experts,)](
+            ids_TK, *lists, max_blocks=max_blocks, CHUNK=chunk, M=block_rows, **common,
+            num_warps=4 if chunk <= 1024 else 8,
+        )  # fmt: skip
+    else:
+        chunks = triton.cdiv(num_pairs, CHUNK)
+        counts_CN = torch.empty(chunks, width, dtype=torch.int32, device=device)
+        _count_kernel[(chunks,)](ids_TK, counts_CN, CHUNK=CHUNK, **common)
+        _place_kernel[(max(chunks, num_experts),)](
+            ids_TK, counts_CN, *lists, chunks=chunks, max_blocks=max_blocks, CHUNK=CHUNK,
+            PART=max(16, PART * 128 // max(width, 128)), AT_ONCE=max(1, 4096 // width), M=block_rows, **common,
+            num_warps=8,
+        )  # fmt: skip
     return SortedPairs(pairs_P, starts_E1, blocks_2B, num_blocks_1, block_rows)
 
 
