@@ -69,7 +69,7 @@ def _accumulate(
     return m, total, acc
 
 
-@jit
+@jit(do_not_specialize=["sequences"])
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, starts_ptr, lens_ptr, sinks_ptr, sequences,
     q_stride_t, q_stride_n, k_stride_s, k_stride_h, v_stride_s, v_stride_h, table_stride, scale, softcap, window, chunk,

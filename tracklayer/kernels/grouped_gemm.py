@@ -140,7 +140,7 @@ def _tall_rows_tile(
     tl.store(out_at, out_MN.to(out_ptr.dtype.element_ty), mask=ok_M[:, None] & (col < Q))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks"])
 def _tall_rows_kernel(
     a_ptr, w_ptr, w_desc, bias_ptr, weights_ptr, out_ptr, pairs_ptr, starts_ptr, blocks_ptr, num_blocks_ptr,
     max_blocks, a_stride, Q: tl.constexpr, R: tl.constexpr, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr,

@@ -17,8 +17,8 @@ try:
     jit = triton.jit
 except ImportError:  # no Triton, hence no CUDA launch
 
-    def jit(function):  # type: ignore[no-untyped-def]
-        return function
+    def jit(function=None, **options):  # type: ignore[no-untyped-def]
+        return function or (lambda function: function)
 
     triton = tl = None  # type: ignore[assignment]
 

@@ -20,7 +20,7 @@ from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing
 MAX_TOKENS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column", "T"])
 def _route_few_kernel(
     x_ptr, gate_ptr, gate_bias_ptr, logits_ptr, count_ptr, bias_ptr, scale_ptr, ids_ptr, weights_ptr, pool_ptr,
     slots_ptr, num_tokens_ptr, delta_ptr, residual_ptr, norm_ptr, new_residual_ptr, eps, offset, norm_scale, column,

@@ -74,7 +74,7 @@ def launch_fill_rows(pool_SLK: Tensor, slots_T: Tensor, value: int) -> None:
         _fill_kernel[(len(slots_T),)](pool_SLK, slots_T, value, ROW=row, BLOCK=next_power_of_2(row), num_warps=1)
 
 
-@jit
+@jit(do_not_specialize=["tokens"])
 def _gather_kernel(
     pool_ptr, slots_ptr, out_ptr, missing_ptr, tokens, fill, L: tl.constexpr, K: tl.constexpr, TP: tl.constexpr,
     LP: tl.constexpr, KP: tl.constexpr,

@@ -202,7 +202,7 @@ def write_tile(
     tl.store(weights_ptr + at_BK, weights_BK, mask=ok_BK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column", "T"])
 def _select_kernel(
     logits_ptr, bias_ptr, scale_ptr, ids_ptr, weights_ptr, pool_ptr, slots_ptr, num_tokens_ptr, column, pool_stride_s,
     pool_stride_l, T, logits_stride, B: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
