@@ -8,8 +8,9 @@ import random
 import pytest
 
 from tracklayer.errors import UserError
-from tracklayer.server.reasoning_parsers import REASONING_FORMATS, ReasoningParser
-from tracklayer.server.tool_parsers import TOOL_FORMATS, ForcedParser, ToolParser, forced_schema
+from tracklayer.server.reasoning_parsers import REASONING_FORMATS, ReasoningParser, reasoning_tokens
+from tracklayer.server.tool_formats import TOOL_FORMATS
+from tracklayer.server.tool_parsers import ForcedParser, ToolParser, forced_schema
 
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
@@ -180,9 +181,9 @@ def test_forced_calls():
     schema = forced_schema(TOOLS, None, several=True)
     assert "maxItems" not in schema and len(schema["items"]["anyOf"]) == 2
     assert forced_schema(TOOLS, "now", several=True)["maxItems"] == 1
-    text, calls = run(ForcedParser(), list(f"[{JSON_BERLIN}]"))
+    text, calls = run(ForcedParser(TOOLS), list(f"[{JSON_BERLIN}]"))
     assert text == "" and [(c.name, json.loads(c.arguments)) for c in calls] == [BERLIN]
-    assert run(ForcedParser(), ['[{"name": "wea'])[0] == '[{"name": "wea'
+    assert run(ForcedParser(TOOLS), ['[{"name": "wea'])[0] == '[{"name": "wea'
     with pytest.raises(UserError, match="'rain'"):
         forced_schema(TOOLS, "rain", several=True)
     with pytest.raises(UserError, match="there are none"):
@@ -192,3 +193,29 @@ def test_forced_calls():
     other = [{"function": {"name": n, "parameters": {"$defs": {"x": {"const": n}}}}} for n in "ab"]
     with pytest.raises(UserError, match="differently"):
         forced_schema(other, None, several=True)
+
+
+# ids as a tokenizer gives them: markers are tokens of their own, gpt-oss's begin with three
+MARKERS = {"<think>": [1], "</think>": [2], "<tool_call>": [3], "<|end|>": [4], "<|channel|>commentary": [5, 6],
+           "<|channel|>analysis<|message|>": [5, 7, 8], "◁think▷": [1], "◁/think▷": [2],
+           "<|tool_calls_section_begin|>": [9]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "ids", "count"),
+    [
+        ("qwen3", False, [1, 20, 21, 2, 30, 31], 4),
+        ("qwen3", True, [20, 21, 2, 30], 3),
+        ("qwen3", False, [30, 31], 0),
+        ("qwen3", True, [20, 21], 2),
+        ("qwen3", True, [], 0),
+        ("qwen3", True, [20, 3, 30, 2], 1),  # a call ends it
+        ("qwen3", False, [1, 20, 2, 30, 1, 31, 2], 3),  # once only
+        ("gpt-oss", False, [5, 7, 8, 20, 4, 30, 5, 7, 8, 21, 22, 4, 31], 11),
+        ("gpt-oss", False, [5, 7, 30], 0),  # the marker's first tokens alone
+        ("gpt-oss", False, [5, 7, 8, 20, 5, 6, 30], 4),
+        ("deepseek-r1", True, [20, 2, 30], 2),
+    ],
+)
+def test_reasoning_tokens_are_counted_by_their_markers(name, inside, ids, count):
+    assert reasoning_tokens(REASONING_FORMATS[name], ids, inside, MARKERS.__getitem__) == count

@@ -29,6 +29,7 @@ REPLY = (
     '\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
 PATH = "/v1/chat/completions"
+USAGE = {"stream_options": {"include_usage": True}}
 
 
 def script(text):
@@ -43,8 +44,13 @@ def joined(chunks):
         for name in ("content", "reasoning_content"):
             message[name] += delta.get(name) or ""
         for call in delta.get("tool_calls") or ():
-            assert call.pop("index") == len(message["tool_calls"])
-            message["tool_calls"].append(call)
+            place = call.pop("index")
+            if "id" in call:
+                assert place == len(message["tool_calls"])
+                message["tool_calls"].append(call)
+            else:
+                assert place == len(message["tool_calls"]) - 1 and set(call) == {"function"}
+                message["tool_calls"][place]["function"]["arguments"] += call["function"]["arguments"]
         end = end or choice["finish_reason"]
     return message, end
 
@@ -70,8 +76,14 @@ async def test_reasoning_and_calls_whole_and_streamed(more, expected, reason, in
     flags = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "stream_interval": interval}
     async with serving(script(REPLY), **flags) as (client, _, _):
         body = {"messages": CHAT, "logprobs": True, **more}
-        choice = (await client.post(PATH, json=body)).json()["choices"][0]
-        chunks = events((await client.post(PATH, json={**body, "stream": True})).text)
+        whole = (await client.post(PATH, json={**body, "return_meta_info": True})).json()
+        choice = whole["choices"][0]
+        chunks = events((await client.post(PATH, json={**body, "stream": True, **USAGE})).text)
+    thought, usage = len(TOKENIZER.encode("I should look.")), chunks.pop()["usage"]
+    counted = 0 if more.get("separate_reasoning") is False else usage["reasoning_tokens"]
+    assert usage["reasoning_tokens"] == whole["usage"]["reasoning_tokens"] == counted
+    assert choice["meta_info"]["reasoning_tokens"] == counted
+    assert counted == 0 or thought <= counted < len(TOKENIZER.encode(REPLY.partition("A moment")[0])) + 1
     message, end = joined(chunks)
     assert plain(choice["message"]) == plain(message) == expected
     assert choice["finish_reason"] == end == reason

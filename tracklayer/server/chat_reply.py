@@ -8,9 +8,10 @@ from typing import Any
 
 from tracklayer.errors import UserError
 from tracklayer.server.protocol import ChatBody
-from tracklayer.server.reasoning_parsers import REASONING_FORMATS, ReasoningParser
+from tracklayer.server.reasoning_parsers import REASONING_FORMATS, ReasoningParser, reasoning_tokens
 from tracklayer.server.service import Service
-from tracklayer.server.tool_parsers import TOOL_FORMATS, ForcedParser, ToolCall, ToolParser, forced_schema
+from tracklayer.server.tool_formats import TOOL_FORMATS, ToolCall, merged
+from tracklayer.server.tool_parsers import ForcedParser, ToolParser, forced_schema
 from tracklayer.types import EngineRequest
 
 PROMPT_END_TOKENS = 16  # enough to hold the marker with which a template opens or closes the reasoning
@@ -18,7 +19,7 @@ PROMPT_END_TOKENS = 16  # enough to hold the marker with which a template opens 
 
 @dataclass(slots=True)
 class Part:
-    """What is new in a reply."""
+    """What is new in a reply; of a stream, calls may be pieces."""
 
     reasoning: str = ""
     content: str = ""
@@ -38,11 +39,14 @@ class ReplyReader:
         if form and body.separate_reasoning is not False and not bound:
             tail = service.tokenizer().decode(request.input_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
             self._reasoning = ReasoningParser(REASONING_FORMATS[form], tail)
+        self._thought = ""
+        self._service = service
         self._tools: ToolParser | ForcedParser | None = None
         if is_forced(body):
-            self._tools = ForcedParser()
+            self._tools = ForcedParser(body.tools or [], stream=bool(body.stream))
         elif reads_tools(body, service):
-            self._tools = ToolParser(TOOL_FORMATS[service.config.tool_call_parser or ""], body.tools or [])
+            form_of_calls = TOOL_FORMATS[service.config.tool_call_parser or ""]
+            self._tools = ToolParser(form_of_calls, body.tools or [], stream=bool(body.stream))
         self.num_calls = 0
 
     def read(self, text: str, *, last: bool) -> Part:
@@ -53,6 +57,7 @@ class ReplyReader:
         if last and self._reasoning:
             more = self._reasoning.flush()
             reasoning, answer = reasoning + more[0], answer + more[1]
+        self._thought += reasoning
         if self._held is not None:  # reasoning in one piece, when the answer begins or all is over
             self._held += reasoning
             reasoning = ""
@@ -63,8 +68,23 @@ class ReplyReader:
         if last and self._tools:
             content, calls = self._tools.flush()
             part.content, part.calls = part.content + content, part.calls + calls
-        self.num_calls += len(part.calls)
+        part.calls = merged(part.calls)
+        self.num_calls += sum(call.name is not None for call in part.calls)
         return part
+
+    def reasoning_tokens(self, ids: list[int]) -> int:
+        """How many of these output ids are reasoning; 0 where reasoning is not told apart."""
+        if self._reasoning is None:
+            return 0
+
+        def encode(text: str) -> list[int]:
+            return self._service.tokenizer().encode(text, add_special_tokens=False)
+
+        form = REASONING_FORMATS[self._service.config.reasoning_parser or ""]
+        count = reasoning_tokens(form, ids, self._reasoning.opened, encode)
+        # markers that are no tokens of their own may have melted into their neighbours: then by the text
+        lost = (count == len(ids) and self._reasoning.over) or (count == 0 and bool(self._thought))
+        return len(encode(self._thought)) if lost else count
 
 
 def is_forced(body: ChatBody) -> bool:

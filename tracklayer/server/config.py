@@ -10,7 +10,7 @@ from typing import Any
 from tracklayer.config import check_flags, flag
 from tracklayer.errors import UserError
 from tracklayer.server.reasoning_parsers import REASONING_FORMATS
-from tracklayer.server.tool_parsers import TOOL_FORMATS
+from tracklayer.server.tool_formats import TOOL_FORMATS
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MIB = 1 << 20

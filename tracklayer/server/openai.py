@@ -99,8 +99,8 @@ def wants_usage(body: OpenAIBody, service: Service) -> tuple[bool, bool]:
     return bool(last), bool(options and options.continuous_usage_stats)
 
 
-def usage(samples: Iterable[Sample], n: int, service: Service) -> dict[str, Any]:
-    """Token counts; a prompt counts once for its n samples."""
+def usage(samples: Iterable[Sample], n: int, service: Service, reasoning: int = 0) -> dict[str, Any]:
+    """Token counts; a prompt counts once for its n samples. reasoning: how many output tokens are."""
     samples = list(samples)
     prompt = sum(s.prompt_tokens for s in samples[::n])
     completion = sum(len(s.output_ids) for s in samples)
@@ -108,7 +108,7 @@ def usage(samples: Iterable[Sample], n: int, service: Service) -> dict[str, Any]
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "reasoning_tokens": 0,
+        "reasoning_tokens": reasoning,
     }
     if service.config.enable_cache_report:
         counts["prompt_tokens_details"] = {"cached_tokens": sum(s.cached_tokens for s in samples[::n])}
@@ -177,7 +177,7 @@ def _entry(triple: Triple) -> dict[str, Any]:
 
 
 def closing(
-    base: dict[str, Any], samples: dict[int, Sample], body: OpenAIBody, service: Service
+    base: dict[str, Any], samples: dict[int, Sample], body: OpenAIBody, service: Service, reasoning: int = 0
 ) -> Iterator[dict[str, Any]]:
     """The last chunks of a stream, without choices: the extension object, then usage, each where asked."""
     first = samples[0]
@@ -186,7 +186,7 @@ def closing(
         yield {**base, "choices": [], "sglext": extra}
     if wants_usage(body, service)[0]:
         in_order = [samples[i] for i in sorted(samples)]
-        yield {**base, "choices": [], "usage": usage(in_order, first.request.sampling.n, service)}
+        yield {**base, "choices": [], "usage": usage(in_order, first.request.sampling.n, service, reasoning)}
 
 
 def head(kind: str, model: str, rid: str) -> dict[str, Any]:

@@ -77,16 +77,17 @@ async def chat(request: Request) -> Response:
     samples = await unless_gone(request, service.frontend.generate(call))
     first = samples[0]
     out = openai.head(OBJECT, body.model, first.rid)
-    out["choices"] = [_choice(service, s, body) for s in samples]
-    out["usage"] = openai.usage(samples, first.request.sampling.n, service)
+    readers = [ReplyReader(body, service, s.request) for s in samples]
+    out["choices"] = [_choice(service, s, body, reader) for s, reader in zip(samples, readers, strict=True)]
+    reasoning = sum(r.reasoning_tokens(s.output_ids) for r, s in zip(readers, samples, strict=True))
+    out["usage"] = openai.usage(samples, first.request.sampling.n, service, reasoning)
     out["metadata"] = openai.metadata(first, service)
     # with return_meta_info the routes are in each choice's meta_info instead
     extra = None if body.return_meta_info else openai.sglext(first, body, service)
     return answer(out | ({"sglext": extra} if extra else {}))
 
 
-def _choice(service: Service, sample: Sample, body: ChatBody) -> dict[str, Any]:
-    reader = ReplyReader(body, service, sample.request)
+def _choice(service: Service, sample: Sample, body: ChatBody, reader: ReplyReader) -> dict[str, Any]:
     part = reader.read(sample.text or "", last=True)
     choice: dict[str, Any] = {
         "index": sample.index,
@@ -102,6 +103,7 @@ def _choice(service: Service, sample: Sample, body: ChatBody) -> dict[str, Any]:
     }
     if body.return_meta_info:
         meta = meta_info(sample, service.frontend.weight_version)
+        meta["reasoning_tokens"] = reader.reasoning_tokens(sample.output_ids)
         if "routed_experts" in meta:
             form = route_format(body.routed_experts_format)
             meta["routed_experts"] = service.wire_routes(meta["routed_experts"], form)
@@ -153,11 +155,13 @@ async def _events(service: Service, body: ChatBody, source: Opened[Sample]) -> A
         for part in parts:
             chunk = {**base, "choices": [part]}
             if every_usage:
-                chunk["usage"] = openai.usage([sample], 1, service)
+                reasoning = told[sample.index].reader.reasoning_tokens(sample.output_ids)
+                chunk["usage"] = openai.usage([sample], 1, service, reasoning)
             yield event(chunk)
     if not samples:
         return
-    for chunk in openai.closing(base, samples, body, service):
+    reasoning = sum(told[i].reader.reasoning_tokens(s.output_ids) for i, s in samples.items())
+    for chunk in openai.closing(base, samples, body, service, reasoning):
         yield event(chunk)
 
 
@@ -167,7 +171,9 @@ def _parts(sample: Sample, body: ChatBody, told: Told) -> list[dict[str, Any]]:
     news = reader.read(sample.text or "", last=sample.finish is not None)
     parts = [_delta(index, reasoning=news.reasoning)] if news.reasoning else []
     parts += [_delta(index, news.content)] if news.content else []
-    for number, call in enumerate(news.calls, reader.num_calls - len(news.calls)):
+    number = reader.num_calls - 1 - sum(call.name is not None for call in news.calls)
+    for call in news.calls:
+        number += call.name is not None
         parts.append(_delta(index))
         parts[-1]["delta"] = {"tool_calls": [call.wire(number)]}
     if body.logprobs and count > told.tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tracklayer.server.markers import Cutter
@@ -51,16 +51,55 @@ REASONING_FORMATS = {
 }
 
 
+def reasoning_tokens(form: ReasoningFormat, ids: list[int], inside: bool, encode: Callable[[str], list[int]]) -> int:
+    """How many of a reply's tokens are reasoning, its markers counted, found by the markers' own tokens.
+
+    inside: the reply begins in the reasoning. encode: text to ids, no special tokens added.
+    """
+    begin, end = encode(form.begin), encode(form.end)
+    cuts = [encode(cut) for cut in form.cuts]
+    count, at = 0, 0
+    while True:
+        if not inside:
+            begun = _find(ids, begin, at)
+            if begun is None:
+                return count
+            at = begun
+        stops = [(i, i) for cut in cuts if (i := _find(ids, cut, at)) is not None]  # a cut belongs to the answer
+        ended = _find(ids, end, at)
+        stops += [(ended, ended + len(end))] if ended is not None else []
+        if not stops:
+            return count + len(ids) - at
+        _, stop = min(stops)
+        count, at, inside = count + stop - at, stop, False
+        if not form.repeats:
+            return count
+
+
+def _find(ids: list[int], wanted: list[int], start: int) -> int | None:
+    """Where `wanted` stands in `ids`, from `start` on."""
+    while True:
+        try:
+            start = ids.index(wanted[0], start)
+        except ValueError:
+            return None
+        if ids[start : start + len(wanted)] == wanted:
+            return start
+        start += 1
+
+
 class ReasoningParser:
     """Splits one reply into reasoning and answer. `prompt_end`: the last text of the prompt.
 
     White space around the reasoning is dropped; every other character of the reply comes out once, in order.
+    `opened`: the reply begins in the reasoning.
     """
 
     def __init__(self, form: ReasoningFormat, prompt_end: str = "") -> None:
         self._form = form
         tail = prompt_end.rstrip()
-        self._inside = tail.endswith(form.begin) or (form.opens and not tail.endswith(form.end))
+        self.opened = tail.endswith(form.begin) or (form.opens and not tail.endswith(form.end))
+        self._inside = self.opened
         self._over = tail.endswith(form.end)
         self._cutter = Cutter((form.begin, form.end, *form.cuts, *form.drops))
         self._space = ""
@@ -69,6 +108,11 @@ class ReasoningParser:
     def feed(self, text: str) -> tuple[str, str]:
         """(new reasoning, new answer) after more text."""
         return self._take(self._cutter.feed(text))
+
+    @property
+    def over(self) -> bool:
+        """Whether some reasoning has ended."""
+        return self._over
 
     def flush(self) -> tuple[str, str]:
         """The rest, at the end of the reply."""

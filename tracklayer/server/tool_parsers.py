@@ -1,117 +1,34 @@
-"""Calls of tools in a reply: one table of formats, one incremental parser.
+"""Calls of tools in a reply: one incremental parser for all forms.
 
-A call comes out when it is whole, so a stream brings the same calls as the whole reply. What looks like a call and can
-not be read stays text: nothing is lost.
+In a whole reply, what looks like a call and can not be read stays text: nothing is lost. In a stream, a call whose
+name was told already keeps what follows as its arguments.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from tracklayer.errors import UserError
 from tracklayer.server.markers import Cutter
+from tracklayer.server.tool_formats import HERMES, ToolCall, ToolFormat, new_id, typed
+from tracklayer.server.tool_pieces import CallPieces
 
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """How a family writes its calls: between `begin` and `end` (None: to the end of the reply).
-
-    call: groups `name` and `args` of each call; None: JSON objects with name and arguments (or parameters).
-    parameter: groups `key` and `value` in args that are not JSON. drops: markers around calls.
-    bare: a reply that begins with "{" may be a call without `begin`. special: markers are special tokens.
-    """
-
-    begin: str
-    end: str | None
-    call: str | None = None
-    parameter: str | None = None
-    drops: tuple[str, ...] = ()
-    bare: bool = False
-    special: bool = False
-
-
-HERMES = ToolFormat("<tool_call>", "</tool_call>")
-DEEPSEEK_SECTION = ("<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>")
-TOOL_FORMATS = {
-    "deepseekv3": ToolFormat(
-        "<\uff5ctool▁call▁begin\uff5c>",
-        "<\uff5ctool▁call▁end\uff5c>",
-        call=r"\s*function<\uff5ctool▁sep\uff5c>(?P<name>[^\n]+)\n```json\s*(?P<args>.*?)\s*```\s*",
-        drops=DEEPSEEK_SECTION,
-        special=True,
-    ),
-    "deepseekv31": ToolFormat(
-        "<\uff5ctool▁call▁begin\uff5c>",
-        "<\uff5ctool▁call▁end\uff5c>",
-        call=r"\s*(?P<name>[^\n<]+?)<\uff5ctool▁sep\uff5c>(?P<args>.*)",
-        drops=DEEPSEEK_SECTION,
-        special=True,
-    ),
-    "glm45": ToolFormat(
-        "<tool_call>",
-        "</tool_call>",
-        call=r"\s*(?P<name>[^\s<]+)\s*(?P<args>.*)",
-        parameter=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-    ),
-    "gpt-oss": ToolFormat(
-        "<|channel|>commentary to=functions.",
-        "<|call|>",
-        call=r"(?P<name>[^\s<]+)\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>(?P<args>.*)",
-        special=True,
-    ),
-    "hermes": HERMES,
-    "kimi_k2": ToolFormat(
-        "<|tool_call_begin|>",
-        "<|tool_call_end|>",
-        call=r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+):\d+)\s*<\|tool_call_argument_begin\|>(?P<args>.*)",
-        drops=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        special=True,
-    ),
-    "llama3": ToolFormat("<|python_tag|>", None, bare=True, special=True),
-    "minimax-m2": ToolFormat(
-        "<minimax:tool_call>",
-        "</minimax:tool_call>",
-        call=r'\s*<invoke name="?(?P<name>[^">]+)"?>(?P<args>.*?)</invoke>\s*',
-        parameter=r'<parameter name="?(?P<key>[^">]+)"?>(?P<value>.*?)</parameter>',
-    ),
-    "mistral": ToolFormat("[TOOL_CALLS]", None, special=True),
-    "qwen": HERMES,
-    "qwen25": HERMES,
-    "qwen3_coder": ToolFormat(
-        "<tool_call>",
-        "</tool_call>",
-        call=r"\s*<function=(?P<name>[^>\n]+)>(?P<args>.*?)</function>\s*",
-        parameter=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
-    ),
-}
 _MISTRAL_ARGS = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[ARGS\])?\s*(?={)")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call; arguments is JSON text."""
-
-    name: str
-    arguments: str
-    id: str
-
-    def wire(self, index: int | None = None) -> dict[str, Any]:
-        """As a message carries it; `index`: as a stream's delta does."""
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.id, "type": "function", "function": function}
-        return call if index is None else {"index": index, **call}
-
-
 class ToolParser:
-    """Takes the calls out of one reply. White space around calls goes; all other text stays, in order."""
+    """Takes the calls out of one reply. White space around calls goes; all other text stays, in order.
 
-    def __init__(self, form: ToolFormat, tools: list[dict[str, Any]]) -> None:
+    `stream`: calls come in pieces, as they are written.
+    """
+
+    def __init__(self, form: ToolFormat, tools: list[dict[str, Any]], *, stream: bool = False) -> None:
         self._form = form
+        self._stream = stream
+        self._pieces: CallPieces | None = None
         self._schemas = {f["name"]: f.get("parameters") or {} for f in map(function_of, tools)}
         end = () if form.end is None else (form.end,)
         self._cutter = Cutter((form.begin, *end, *form.drops))
@@ -140,20 +57,27 @@ class ToolParser:
         text, calls = "", list[ToolCall]()
         for piece, marker in pieces:
             if marker and piece == self._form.begin and self._open is None:
-                self._open, self._marked = "", True
+                calls += self._begin("", marked=True)
             elif marker and piece == self._form.end and self._open is not None:
                 more, found = self._close(piece)
                 text, calls = text + more, calls + found
             elif self._open is not None:
                 self._open += piece
+                calls += self._pieces.feed(piece) if self._pieces else []
             elif marker and piece in self._form.drops:
                 continue
             elif self._form.bare and not self._started and piece.lstrip().startswith("{"):
-                self._open, self._marked, self._space = self._space + piece, False, ""
+                calls += self._begin(self._space + piece, marked=False)
+                self._space = ""
             else:
                 text += self._shown(piece)
             self._started = self._started or bool(piece.strip())
         return text, calls
+
+    def _begin(self, body: str, *, marked: bool) -> list[ToolCall]:
+        self._open, self._marked = body, marked
+        self._pieces = CallPieces(self._form, self._schemas) if self._stream else None
+        return self._pieces.feed(body) if self._pieces else []
 
     def _shown(self, piece: str) -> str:
         """Text outside calls; white space at its end waits for what follows."""
@@ -165,6 +89,12 @@ class ToolParser:
     def _close(self, end: str) -> tuple[str, list[ToolCall]]:
         assert self._open is not None
         body, self._open = self._open, None
+        if self._pieces is not None and self._pieces.begun:
+            self._space = ""
+            rest, last = self._pieces.close()
+            more = read_calls(self._form, rest, self._schemas) if rest else []
+            self.calls += more or [ToolCall(None, "")]
+            return "" if more else self._shown(rest), last + more
         calls = read_calls(self._form, body, self._schemas)
         if not calls:
             return self._shown((self._form.begin if self._marked else "") + body + end), []
@@ -174,17 +104,24 @@ class ToolParser:
 
 
 class ForcedParser:
-    """A reply that a grammar bound to a list of calls: nothing of it is text, unless it was cut short."""
+    """A reply that a grammar bound to a list of calls: nothing of it is text, unless it was cut short.
 
-    def __init__(self) -> None:
+    `stream`: calls come in pieces, as they are written.
+    """
+
+    def __init__(self, tools: list[dict[str, Any]], *, stream: bool = False) -> None:
         self._text = ""
+        schemas = {f["name"]: f.get("parameters") or {} for f in map(function_of, tools)}
+        self._pieces = CallPieces(HERMES, schemas) if stream else None
         self.calls: list[ToolCall] = []
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
         self._text += text
-        return "", []
+        return "", self._pieces.feed(text) if self._pieces else []
 
     def flush(self) -> tuple[str, list[ToolCall]]:
+        if self._pieces is not None and self._pieces.begun:
+            return self._pieces.close()
         self.calls = _read_json(self._text)
         return ("", self.calls) if self.calls else (self._text, [])
 
@@ -202,7 +139,7 @@ def read_calls(form: ToolFormat, body: str, schemas: dict[str, Any]) -> list[Too
         arguments = _arguments(form, found["args"], schemas.get(name, {}))
         if arguments is None:
             return []
-        calls.append(ToolCall(name, arguments, found.groupdict().get("id") or _new_id()))
+        calls.append(ToolCall(name, arguments, found.groupdict().get("id") or new_id()))
     return [] if body[at:].strip() else calls
 
 
@@ -215,19 +152,9 @@ def _arguments(form: ToolFormat, text: str, schema: dict[str, Any]) -> str | Non
             return None
         return text.strip() if isinstance(value, dict) else None
     properties = schema.get("properties") or {}
-    found = {m["key"]: _typed(m["value"], properties.get(m["key"])) for m in re.finditer(form.parameter, text, re.S)}
+    found = {m["key"]: typed(m["value"], properties.get(m["key"])) for m in re.finditer(form.parameter, text, re.S)}
     left = re.sub(form.parameter, "", text, flags=re.S)
     return None if left.strip() else json.dumps(found, ensure_ascii=False)
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """A value that was written without quotes: text where the schema says so, else what JSON makes of it."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _read_json(body: str) -> list[ToolCall]:
@@ -247,12 +174,8 @@ def _read_json(body: str) -> list[ToolCall]:
         arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
         if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
             return []
-        calls.append(ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False), _new_id()))
+        calls.append(ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False), new_id()))
     return calls
-
-
-def _new_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def function_of(tool: dict[str, Any]) -> dict[str, Any]:
