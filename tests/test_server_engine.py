@@ -35,12 +35,12 @@ def checkpoints(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def real(path, **options):
+async def real(path, server=None, **options):
     """(client, service) over an EngineThread; at the end nothing may be left in the cache."""
     settings = {"max_total_tokens": 2000, "random_seed": 0, "device": "cpu", "skip_route_selftest": True}
     config = EngineConfig(model_path=str(path), enable_return_routed_experts=True, **{**settings, **options})
     engine = EngineThread(config)
-    service = build_service(engine, TOKENIZER, ServerConfig(), config)
+    service = build_service(engine, TOKENIZER, server or ServerConfig(), config)
     service.frontend.bind(asyncio.get_running_loop())
     transport = httpx.ASGITransport(create_app(service.config, service))
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:

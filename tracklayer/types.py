@@ -192,7 +192,8 @@ class RequestOutput:
     """News of one request: the tokens since the last news, and at the end everything that the end brings.
 
     routes is [rows, L, K] in the pool's narrow type, row 0 at position `routes_start` (set when finished and asked).
-    weight_spans: (version, first output position, end) half-open, contiguous from 0.
+    weight_spans: (version, first output position, end) half-open, contiguous from 0. queue_s: seconds that it waited
+    for its first step.
     """
 
     rid: str
@@ -206,6 +207,7 @@ class RequestOutput:
     routes_start: int = 0
     weight_spans: list[tuple[str, int, int]] = field(default_factory=list)
     num_retractions: int = 0
+    queue_s: float = 0.0
     error: str | None = None
 
 

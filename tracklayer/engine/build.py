@@ -63,13 +63,16 @@ def build_engine(config: EngineConfig, model: LoadedModel, seed: int) -> Built:
     if model.device.type == "cuda" and not config.disable_cuda_graph:
         capture = partial(_capture, config, runner, max_step_tokens)
         capture()
+    tested = "off"
     if caches.pool is not None and not config.skip_route_selftest:
         self_test(runner, config.page_size)
+        tested = "passed"
     elif caches.pool is not None:
+        tested = "skipped"
         log.warning("the route self-test was skipped: nothing has checked that this configuration records every route")
     path = None if config.load_format == "dummy" else config.model_path
     memory = Memory(runner, WeightSource(path, seed, config.enable_weights_cpu_backup), capture)
-    return Built(model, runner, scheduler, _info(config, model, scheduler.config), memory)
+    return Built(model, runner, scheduler, _info(config, model, scheduler.config, tested), memory)
 
 
 def _capture(config: EngineConfig, runner: Runner, max_step_tokens: int) -> None:
@@ -135,7 +138,7 @@ def _activation_bytes(model: LoadedModel, num_tokens: int) -> int:
     return int(1.1 * (peak - before)) + (256 << 20)
 
 
-def _info(config: EngineConfig, model: LoadedModel, sizes: SchedulerConfig) -> EngineInfo:
+def _info(config: EngineConfig, model: LoadedModel, sizes: SchedulerConfig, tested: str) -> EngineInfo:
     hf, routes = model.hf_config, model.route_shape
     return EngineInfo(
         model_path=config.model_path,
@@ -153,6 +156,7 @@ def _info(config: EngineConfig, model: LoadedModel, sizes: SchedulerConfig) -> E
         num_experts=routes.num_experts,
         top_k=routes.top_k,
         eos_token_ids=eos_token_ids(config.model_path, hf),
+        route_selftest=tested,
     )
 
 

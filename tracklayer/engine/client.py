@@ -16,6 +16,7 @@ class EngineInfo:
     """Facts that are fixed once the engine is up; what a front end checks requests against.
 
     layer_ids: decoder layer index of each column of the routes; num_layers: all decoder layers.
+    route_selftest: passed, skipped, or off where no routes are recorded (one that fails ends the start).
     max_request_tokens: prompt and output together that the cache can ever hold (at most context_length).
     """
 
@@ -34,6 +35,7 @@ class EngineInfo:
     num_experts: int
     top_k: int
     eos_token_ids: tuple[int, ...]
+    route_selftest: str = "off"
 
 
 Consumer = Callable[[list[RequestOutput]], None]

@@ -6,6 +6,7 @@ step runs. Many requests that end together would otherwise wait for all their ro
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ STEP_ROWS = 8192  # fetched in one step at most: copying them takes the host les
 
 @dataclass(slots=True)
 class Shipment:
-    """One gather on its way; `outputs`: the final outputs of its requests, none when they go on."""
+    """One gather on its way since `sent`; `outputs`: the final outputs of its requests, none when they go on."""
 
     pending: PendingRoutes
     records: list[Record]
     outputs: list[RequestOutput]
+    sent: float
 
 
 class Deliveries:
@@ -85,16 +87,19 @@ class Deliveries:
             self._ship(records, rest, outputs)
 
     def _ship(self, records: list[Record], slots: list[Array], outputs: list[RequestOutput]) -> None:
+        began = time.perf_counter()
         pending = self._gather(slots, [record.rows_asked for record in records])
         for record, some in zip(records, slots, strict=True):
             record.rows_asked += len(some)
-        self._shipments.append(Shipment(pending, records, outputs))
+        self._counters.gather_s += time.perf_counter() - began
+        self._shipments.append(Shipment(pending, records, outputs, began))
 
     def arrived(self, wait: bool) -> list[RequestOutput]:
         """Take in the rows that have come, in order; with `wait`, at least the oldest. Returns complete outputs."""
         complete = []
         while self._shipments and (wait or self._shipments[0].pending.ready()):
             wait = False
+            began = time.perf_counter()
             shipment = self._shipments.popleft()
             for record, landed in zip(shipment.records, shipment.pending.land(), strict=True):
                 if isinstance(landed, np.ndarray):
@@ -105,6 +110,9 @@ class Deliveries:
             for record, output in zip(shipment.records, shipment.outputs, strict=False):
                 self._complete(record, output)
                 complete.append(output)
+            now = time.perf_counter()
+            self._counters.gather_s += now - began
+            self._counters.route_wait_s += (now - shipment.sent) * len(shipment.outputs)
         return complete
 
     def _complete(self, record: Record, output: RequestOutput) -> None:

@@ -6,6 +6,7 @@ With overlap the step before is committed after the next is launched; the same c
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -33,7 +34,10 @@ class EngineCore:
     def __init__(self, config: EngineConfig, *, model: LoadedModel | None = None) -> None:
         self.config = config
         self.seed = config.random_seed if config.random_seed is not None else secrets.randbits(31)
-        built = build_engine(config, model or load_model(config, self.seed), self.seed)
+        began = time.perf_counter()
+        model = model or load_model(config, self.seed)
+        self.weight_load_s = time.perf_counter() - began
+        built = build_engine(config, model, self.seed)
         self.model, self.runner, self.scheduler, self.info = built.model, built.runner, built.scheduler, built.info
         self.memory = built.memory
         self.weight_version = config.weight_version
@@ -156,6 +160,7 @@ class EngineCore:
         self.save_preempted()
         if plan is not None:
             self.counters.steps += 1
+            self._note_admitted(plan)
             self.in_flight.append(self.runner.launch(plan, self._mask(plan)))
         while len(self.in_flight) > (self.depth if plan is not None else 0):
             self._commit(self.in_flight.pop(0))
@@ -163,6 +168,13 @@ class EngineCore:
         self.ready += self.deliveries.arrived(wait=plan is None and not self.ready)
         out, self.ready = self.ready, []
         return out
+
+    def _note_admitted(self, plan: StepPlan) -> None:
+        now = time.perf_counter()
+        for share in plan.shares:
+            if share.admitted is not None:
+                record = self.records[share.rid]
+                record.queue_s = now - record.added if record.queue_s is None else record.queue_s
 
     def drain(self) -> None:
         """Commit everything that is in flight."""

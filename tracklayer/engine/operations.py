@@ -7,6 +7,7 @@ it yields while it waits.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
@@ -64,6 +65,8 @@ class Operations:
             "token_usage": scheduler.num_used_slots / max(1, core.info.max_total_tokens),
             "weight_version": core.weight_version,
             "paused": core.paused,
+            "num_paused_reqs": (scheduler.num_running + scheduler.num_waiting) * core.paused,
+            "weight_load_s": core.weight_load_s,
             "released_memory": sorted(core.memory.released),
             "memory_usage": self._memory_usage(),
             "max_running_requests": core.config.max_running_requests,
@@ -106,7 +109,9 @@ class Operations:
                 yield
             core.drain()
             self._need_weights()
+            began = time.perf_counter()
             core.model.replace_weights(model_path)
+            core.weight_load_s = time.perf_counter() - began
             core.memory.source.path = model_path
         finally:
             core.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ class Record:
     unsent: output tokens not yet told. spans: (version, first output position, end) half-open, contiguous.
     rows_asked: position after the last row that was asked for; rows_due: more are about to be. rows_TLK: what has
     come, num_kept rows from position routed_experts_start_len on; rows_error: that some of them were never written.
+    added, queue_s: when it was queued (time.perf_counter), and seconds until its first step was planned.
     """
 
     request: EngineRequest
@@ -34,6 +36,8 @@ class Record:
     num_kept: int = 0
     rows_error: str | None = None
     closed: bool = False
+    added: float = field(default_factory=time.perf_counter)
+    queue_s: float | None = None
 
     def __post_init__(self) -> None:
         self.rows_asked = self.request.routed_experts_start_len
@@ -94,6 +98,7 @@ class Record:
             finish=finish,
             weight_spans=list(self.spans),
             num_retractions=self.sequence.num_retractions,
+            queue_s=time.perf_counter() - self.added if self.queue_s is None else self.queue_s,
         )
         if self.request.return_logprob:
             output.output_logprobs = join_logprobs(logprobs)

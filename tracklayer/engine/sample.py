@@ -41,6 +41,7 @@ class Sample:
         self.error: TracklayerError | None = None
         self.cached_tokens = 0
         self.num_retractions = 0
+        self.queue_s = 0.0
         self.weight_spans: list[tuple[str, int, int]] = []
         self.routes: Routes | None = None
         self.output_logprobs: list[Triple] = []
@@ -97,6 +98,7 @@ class Sample:
         """
         self.cached_tokens = output.cached_tokens
         self.num_retractions = output.num_retractions
+        self.queue_s = output.queue_s
         self.weight_spans = output.weight_spans or self.weight_spans
         if output.input_logprobs is not None:
             self._add_input_logprobs(output.input_logprobs)

@@ -24,14 +24,21 @@ GAUGES = {
     "tracklayer:route_rows_total": ("route_rows", "route rows (tokens) gathered, since start"),
     "tracklayer:route_gather_bytes_total": ("route_bytes", "bytes of routes gathered, since start"),
     "tracklayer:incomplete_route_rows_total": ("incomplete_rows", "route rows that were never recorded, since start"),
+    "tracklayer:route_gather_seconds_total": ("gather_s", "host seconds spent bringing route rows home, since start"),
+    "tracklayer:route_wait_seconds_total": ("route_wait_s", "seconds that ended requests waited for rows, since start"),
     "tracklayer:steps_total": ("steps", "forwards, since start"),
+    "tracklayer:paused": ("paused", "1 while generation is paused"),
+    "sglang:num_paused_reqs": ("num_paused_reqs", "requests that a pause holds"),
+    "sglang:weight_load_duration_seconds": ("weight_load_s", "seconds that the last loading of weights took"),
+    "sglang:spec_accept_length": ("", "tokens a step with speculation, which there is none of: 0"),
+    "sglang:spec_accept_rate": ("", "share of drafted tokens taken: 0"),
 }
 
 
 class Metrics(Observer):
     """Watches the front end; `text` adds the engine's numbers of the moment."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, route_selftest: str = "off") -> None:
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
         self._gauges = {name: self._make(Gauge, name, text) for name, (_, text) in GAUGES.items()}
@@ -48,6 +55,11 @@ class Metrics(Observer):
         self._ttft = self._make(Histogram, "sglang:time_to_first_token_seconds", "arrival to first token", SECONDS)
         self._itl = self._make(Histogram, "sglang:inter_token_latency_seconds", "between two tokens", SECONDS)
         self._e2e = self._make(Histogram, "sglang:e2e_request_latency_seconds", "arrival to end", SECONDS)
+        self._queue = self._make(Histogram, "sglang:queue_time_seconds", "arrival in the queue to first step", SECONDS)
+        self._utilization = self._make(Gauge, "sglang:utilization", "of rows or KV slots, whichever is fuller")
+        tested = self._make(Gauge, "tracklayer:route_selftest_passed", "1: routes were checked at the start")
+        tested.set(route_selftest == "passed")
+        self._released = self._make(Gauge, "tracklayer:released_memory", "kinds of memory that are on loan, 0 to 3")
         self._last_token: dict[str, float] = {}
         self._totals = [0, 0]  # prompt tokens, of these cached
 
@@ -76,6 +88,7 @@ class Metrics(Observer):
         self._totals[1] += sample.cached_tokens
         if sample.finish is not None and sample.finish.type == "abort":
             self._aborted.inc()
+        self._queue.observe(sample.queue_s)
         if sample.ended_at is not None:
             self._e2e.observe(sample.ended_at - sample.arrived)
 
@@ -88,4 +101,7 @@ class Metrics(Observer):
         for name, (key, _) in GAUGES.items():
             self._gauges[name].set(loads.get(key, 0))
         self._hit_rate.set(self._totals[1] / max(1, self._totals[0]))
+        rows = loads.get("num_running_reqs", 0) / max(1, loads.get("max_running_requests", 1))
+        self._utilization.set(max(rows, loads.get("token_usage", 0)))
+        self._released.set(len(loads.get("released_memory", ())))
         return bytes(generate_latest(self.registry))

@@ -110,7 +110,7 @@ def build_service(
         auto_truncate=config.allow_auto_truncate,
         stream_interval=config.stream_interval,
     )
-    metrics = Metrics(config.served_model_name or engine_config.model_path)
+    metrics = Metrics(config.served_model_name or engine_config.model_path, client.info.route_selftest)
     watchers: list[Observer] = [metrics] if config.enable_metrics else []
     watchers += [RequestLog(config.log_requests_level)] if config.log_requests else []
     frontend = TextFrontend(
