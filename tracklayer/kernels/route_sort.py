@@ -1,10 +1,10 @@
-"""Triton: sort (token, expert) pairs by expert, in one launch or two that never ask the host.
+"""Triton: sort (token, expert) pairs by expert, in one launch or three that never ask the host.
 
 P pairs (T * K), E experts, M rows of a block, C chunks of the pairs. Stable, deterministic, no atomics on memory.
     few pairs    one launch, a program per expert: it counts all pairs (a histogram), which tells it where its own
                  begin, and writes its own in their order
-    many pairs   one launch counts each chunk; in the next a program per chunk sums the counts of the chunks before
-                 its own and places its pairs
+    many pairs   each chunk's pairs are counted, a program per expert sums the counts to where its pairs of each chunk
+                 begin, and each chunk's pairs go there
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tracklayer.kernels.jit import await_previous, has_pdl
 
-MANY_PAIRS = 16384  # from here on two launches that read every pair twice beat E programs that each read them all
-CHUNK, PART = 1024, 128  # pairs of a program, and at once
+MANY_PAIRS = 16384  # from here on three launches that read each pair twice beat E programs that each read them all
+CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,38 +91,43 @@ def _count_kernel(ids_ptr, counts_ptr, P, E: tl.constexpr, N: tl.constexpr, CHUN
     tl.store(counts_ptr + tl.program_id(0) * N + tl.arange(0, N), counts_N)
 
 
-@triton.jit(do_not_specialize=["P", "chunks", "max_blocks"])
-def _place_kernel(
-    ids_ptr, counts_ptr, pairs_ptr, starts_ptr, blocks_ptr, num_blocks_ptr, P, chunks, max_blocks, E: tl.constexpr,
-    N: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, AT_ONCE: tl.constexpr, M: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit(do_not_specialize=["chunks", "max_blocks"])
+def _begin_kernel(
+    counts_ptr, begins_ptr, starts_ptr, blocks_ptr, num_blocks_ptr, chunks, max_blocks, E: tl.constexpr,
+    N: tl.constexpr, AT_ONCE: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program c places chunk c, and writes the lists of expert c."""
-    pid = tl.program_id(0)
+    """Where each chunk's pairs of one expert begin, and the expert's part of the lists."""
+    expert = tl.program_id(0)
     expert_N = tl.arange(0, N)
     await_previous(PDL)
     counts_N = tl.zeros([N], tl.int32)
-    earlier_N = tl.zeros([N], tl.int32)
     for c0 in range(0, chunks, AT_ONCE):
         chunk_C = c0 + tl.arange(0, AT_ONCE)
-        counts_CN = tl.load(
-            counts_ptr + chunk_C[:, None] * N + expert_N[None, :], mask=(chunk_C < chunks)[:, None], other=0
-        )
-        counts_N += tl.sum(counts_CN, 0)
-        earlier_N += tl.sum(tl.where((chunk_C < pid)[:, None], counts_CN, 0), 0)
-    begin_N = tl.cumsum(counts_N, 0) - counts_N
-    if pid < E:
-        begin = tl.sum(tl.where(expert_N == pid, begin_N, 0), 0)
-        _write_blocks(starts_ptr, blocks_ptr, num_blocks_ptr, max_blocks, counts_N, begin, pid, E, N, M)
-    next_N = begin_N + earlier_N
-    if pid < chunks:
-        for start in range(pid * CHUNK, tl.minimum((pid + 1) * CHUNK, P), PART):
-            pair = start + tl.arange(0, PART)
-            ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1)
-            hit_PN = (ids[:, None] == expert_N[None, :]).to(tl.int32)
-            place = tl.sum(hit_PN * (tl.cumsum(hit_PN, 0) - 1 + next_N[None, :]), 1)
-            tl.store(pairs_ptr + place, pair, mask=(ids >= 0) & (ids < E))
-            next_N += tl.sum(hit_PN, 0)
+        at = chunk_C[:, None] * N + expert_N[None, :]
+        counts_N += tl.sum(tl.load(counts_ptr + at, mask=(chunk_C < chunks)[:, None], other=0), 0)
+    begin = tl.sum(tl.where(expert_N < expert, counts_N, 0), 0)
+    _write_blocks(starts_ptr, blocks_ptr, num_blocks_ptr, max_blocks, counts_N, begin, expert, E, N, M)
+    for c0 in range(0, chunks, 512):
+        chunk_C = c0 + tl.arange(0, 512)
+        counts_C = tl.load(counts_ptr + chunk_C * N + expert, mask=chunk_C < chunks, other=0)
+        tl.store(begins_ptr + chunk_C * N + expert, begin + tl.cumsum(counts_C, 0) - counts_C, mask=chunk_C < chunks)
+        begin += tl.sum(counts_C, 0)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _place_kernel(
+    ids_ptr, begins_ptr, pairs_ptr, P, E: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Write the pairs of one chunk at their experts' places, in order."""
+    first = tl.program_id(0) * CHUNK
+    i = tl.arange(0, CHUNK)
+    await_previous(PDL)
+    ids = tl.load(ids_ptr + first + i, mask=first + i < P, other=-1)
+    known = (ids >= 0) & (ids < E)
+    begin = tl.load(begins_ptr + tl.program_id(0) * N + ids, mask=known, other=0)
+    again = tl.load(ids_ptr + first + i, mask=first + i < P, other=-1)
+    earlier = tl.sum(((again[None, :] == ids[:, None]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
+    tl.store(pairs_ptr + begin + earlier, first + i, mask=known)
 
 
 def max_num_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
@@ -140,23 +145,23 @@ def route_sort(ids_TK: Tensor, num_experts: int, block_rows: int) -> SortedPairs
     blocks_2B = torch.empty(2, max_blocks, dtype=torch.int32, device=device)
     num_blocks_1 = torch.empty(1, dtype=torch.int32, device=device)
     width, pdl = max(32, triton.next_power_of_2(num_experts)), has_pdl(device)
-    common = dict(P=num_pairs, E=num_experts, N=width, PDL=pdl, launch_pdl=pdl)
-    lists = (pairs_P, starts_E1, blocks_2B, num_blocks_1)
+    common = dict(E=num_experts, N=width, PDL=pdl, launch_pdl=pdl)
+    lists = dict(
+        starts_ptr=starts_E1, blocks_ptr=blocks_2B, num_blocks_ptr=num_blocks_1, max_blocks=max_blocks, M=block_rows
+    )
     if num_pairs < MANY_PAIRS:
         chunk = min(4096, max(128, triton.next_power_of_2(num_pairs)))
         _route_sort_kernel[(num_experts,)](
-            ids_TK, *lists, max_blocks=max_blocks, CHUNK=chunk, M=block_rows, **common,
-            num_warps=4 if chunk <= 1024 else 8,
-        )  # fmt: skip
+            ids_TK, pairs_P, P=num_pairs, CHUNK=chunk, **lists, **common, num_warps=4 if chunk <= 1024 else 8
+        )
     else:
         chunks = triton.cdiv(num_pairs, CHUNK)
-        counts_CN = torch.empty(chunks, width, dtype=torch.int32, device=device)
-        _count_kernel[(chunks,)](ids_TK, counts_CN, CHUNK=CHUNK, **common)
-        _place_kernel[(max(chunks, num_experts),)](
-            ids_TK, counts_CN, *lists, chunks=chunks, max_blocks=max_blocks, CHUNK=CHUNK,
-            PART=max(16, PART * 128 // max(width, 128)), AT_ONCE=max(1, 4096 // width), M=block_rows, **common,
-            num_warps=8,
-        )  # fmt: skip
+        counts_CN, begins_CN = torch.empty(2, chunks, width, dtype=torch.int32, device=device)
+        _count_kernel[(chunks,)](ids_TK, counts_CN, P=num_pairs, CHUNK=CHUNK, **common)
+        _begin_kernel[(num_experts,)](
+            counts_CN, begins_CN, chunks=chunks, AT_ONCE=max(1, 8192 // width), **lists, **common, num_warps=8
+        )
+        _place_kernel[(chunks,)](ids_TK, begins_CN, pairs_P, P=num_pairs, CHUNK=CHUNK, **common)
     return SortedPairs(pairs_P, starts_E1, blocks_2B, num_blocks_1, block_rows)
 
 
