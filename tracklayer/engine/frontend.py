@@ -32,6 +32,8 @@ class Observer:
 
     def finished(self, sample: Sample) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Running:
     """The samples of one call while it runs, and who waits for them."""
@@ -93,6 +95,7 @@ class TextFrontend:
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self.observer.close()
 
     # news from the engine
 

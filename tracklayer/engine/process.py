@@ -25,6 +25,7 @@ import zmq
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import Consumer, EngineClient, EngineInfo, failed
+from tracklayer.engine.logs import LogStyle
 from tracklayer.engine.wire import Wire
 from tracklayer.errors import CapacityError, CheckpointError, TracklayerError, UserError
 from tracklayer.types import EngineRequest, FinishReason
@@ -36,6 +37,7 @@ CLOSE_S = 20.0  # the engine's process gets this long to end by itself
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (TracklayerError, UserError, CheckpointError, CapacityError, TypeError)
 }
+PLAIN = LogStyle()
 Build = Callable[[EngineConfig], EngineClient]
 
 
@@ -87,7 +89,13 @@ class EngineProcess:
 
     info: EngineInfo
 
-    def __init__(self, config: EngineConfig, build: Build = build_thread, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        build: Build = build_thread,
+        stop: threading.Event | None = None,
+        log_style: LogStyle = PLAIN,
+    ) -> None:
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
         self._folder = Path(tempfile.mkdtemp(prefix="tracklayer-", dir=base))  # readable by this user alone
         self._context: zmq.Context[Any] = zmq.Context()
@@ -103,7 +111,10 @@ class EngineProcess:
         self._closing = False
         spawn = multiprocessing.get_context("spawn")
         self._process: BaseProcess = spawn.Process(
-            target=_serve, args=(str(self._folder), wire.pack(config), build), name="tracklayer-engine", daemon=True
+            target=_serve,
+            args=(str(self._folder), wire.pack(config), build, log_style),
+            name="tracklayer-engine",
+            daemon=True,
         )
         self._process.start()
         self._reader = threading.Thread(target=self._read, name="tracklayer-news", daemon=True)
@@ -253,10 +264,10 @@ def _describe(error: BaseException) -> tuple[str, str]:
 # inside the engine's process
 
 
-def _serve(folder: str, packed_config: bytes, build: Build) -> None:
+def _serve(folder: str, packed_config: bytes, build: Build, log_style: LogStyle) -> None:
     """Build the engine and do what the parent says, until it says stop or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_style.set_up()
     wire, context = Wire(Path(folder)), zmq.Context()
     news = Line(context, zmq.PUSH, f"ipc://{folder}/news", wire, bind=False)
     calls = Line(context, zmq.PULL, f"ipc://{folder}/calls", wire, bind=False)

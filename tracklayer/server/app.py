@@ -12,6 +12,7 @@ from tracklayer.server.config import ServerConfig
 from tracklayer.server.errors import on_fault, on_http_error, on_tracklayer_error
 from tracklayer.server.gate import Gate
 from tracklayer.server.service import Service
+from tracklayer.server.tracing import TraceContext
 
 ROUTERS = (native, openai_completions, openai_chat, inference, control, info, page)
 
@@ -25,5 +26,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app.add_exception_handler(TracklayerError, on_tracklayer_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_fault)
+    if config.traces_to is not None:
+        app.add_middleware(TraceContext)
     app.add_middleware(Gate, config=config, control_paths=control.CONTROL_PATHS)
     return app

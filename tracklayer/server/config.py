@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tracklayer.config import check_flags, flag
+from tracklayer.engine.logs import FORMATS
 from tracklayer.errors import UserError
 from tracklayer.server.reasoning_parsers import REASONING_FORMATS
 from tracklayer.server.tool_formats import TOOL_FORMATS
@@ -50,6 +51,11 @@ class ServerConfig:
     log_level_http: str | None = flag(None, "level of the access log; default: warning", choices=(None, *LOG_LEVELS))
     log_requests: bool = flag(False, "log each request when it comes and when it ends")
     log_requests_level: int = flag(2, "0: sizes and times; 1: sampling parameters too; 2: output text too")
+    log_format: str = flag("text", "lines of text, or one JSON object a line", choices=FORMATS)
+    enable_trace: bool = flag(False, "OpenTelemetry: send a span for each request (needs the extra trace)")
+    otlp_traces_endpoint: str | None = flag(
+        None, "collector of the spans, HOST:PORT (gRPC) or a URL (HTTP); turns tracing on; default: localhost:4317"
+    )
     weight_paths: str = flag("any", "checkpoints that may be loaded over HTTP: any, none, or inside this directory")
     profile_dir: str | None = flag(
         None, "profiles are written here or in folders inside; default: tracklayer-profiles in the temporary folder"
@@ -80,6 +86,11 @@ class ServerConfig:
         if not isinstance(value, dict):
             raise UserError(f"preferred_sampling_params must be a JSON object, got {self.preferred_sampling_params!r}")
         return value
+
+    @property
+    def traces_to(self) -> str | None:
+        """Where spans go; None: nowhere."""
+        return self.otlp_traces_endpoint or ("localhost:4317" if self.enable_trace else None)
 
     @property
     def secrets(self) -> tuple[str, ...]:

@@ -21,8 +21,9 @@ from functools import partial
 
 import uvicorn
 
-from tracklayer.config import EngineConfig, load_model_config
+from tracklayer.config import load_model_config
 from tracklayer.engine.client import EngineClient
+from tracklayer.engine.logs import LogStyle
 from tracklayer.engine.tokenizer import TextTokenizer, load_tokenizer
 from tracklayer.errors import TracklayerError, UserError
 from tracklayer.server.app import create_app
@@ -43,12 +44,13 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def start_engine(config: EngineConfig, *, process: bool, stop: threading.Event) -> EngineClient:
+def start_engine(launch: Launch, *, stop: threading.Event) -> EngineClient:
     """Build the engine; returns when it is ready. Imported here: the server itself needs no torch."""
-    if process:
+    config, server = launch.engine, launch.server
+    if server.engine_process:
         from tracklayer.engine.process import EngineProcess
 
-        return EngineProcess(config, stop=stop)
+        return EngineProcess(config, stop=stop, log_style=LogStyle(server.log_level, server.log_format))
     from tracklayer.engine.thread import EngineThread
 
     return EngineThread(config)
@@ -65,7 +67,7 @@ def build_engine(launch: Launch, *, stop: threading.Event) -> tuple[EngineClient
             chat_template=server.chat_template,
             trust_remote_code=server.trust_remote_code,
         )
-    return start_engine(engine, process=server.engine_process, stop=stop), tokenizer
+    return start_engine(launch, stop=stop), tokenizer
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -198,9 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         launch = parse(argv)
-        logging.basicConfig(
-            level=launch.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+        LogStyle(launch.server.log_level, launch.server.log_format).set_up()
         for line in launch.warnings:
             log.warning(line)
         return asyncio.run(_run(launch))

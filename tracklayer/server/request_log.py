@@ -1,9 +1,10 @@
-"""--log-requests: one line when a request comes and one when it ends, as key=value pairs that begin with its id."""
+"""--log-requests: one entry when a request comes and one when it ends; each names its request's id first."""
 
 from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 from tracklayer.engine.frontend import Observer
 from tracklayer.engine.sample import Sample
@@ -20,35 +21,49 @@ class RequestLog(Observer):
 
     def submitted(self, sample: Sample) -> None:
         request = sample.request
-        parts = [f"rid={sample.rid}", "event=submitted", f"prompt_tokens={sample.prompt_tokens}"]
+        fields: dict[str, Any] = {"rid": sample.rid, "event": "submitted", "prompt_tokens": sample.prompt_tokens}
         if request.return_routed_experts:
-            parts.append(f"routes_from={request.routed_experts_start_len}")
+            fields["routes_from"] = request.routed_experts_start_len
         if self._level >= 1:
             params = request.sampling
             default = type(params)()
-            changed = {
+            fields["sampling"] = {
                 name: value
                 for name in type(params).__dataclass_fields__
                 if (value := getattr(params, name)) != getattr(default, name)
             }
-            parts.append(f"sampling={json.dumps(changed, default=str)}")
-        log.info(" ".join(parts))
+        _say(fields)
 
     def finished(self, sample: Sample) -> None:
-        reason = sample.finish.type if sample.finish else None
-        parts = [f"rid={sample.rid}", "event=finished", f"reason={reason}", f"output_tokens={len(sample.output_ids)}"]
-        parts.append(f"cached_tokens={sample.cached_tokens}")
+        fields: dict[str, Any] = {
+            "rid": sample.rid,
+            "event": "finished",
+            "reason": sample.finish.type if sample.finish else None,
+            "output_tokens": len(sample.output_ids),
+            "cached_tokens": sample.cached_tokens,
+            "queue_s": round(sample.queue_s, 4),
+        }
         if sample.first_token_at is not None:
-            parts.append(f"first_token_s={sample.first_token_at - sample.arrived:.4f}")
+            fields["first_token_s"] = round(sample.first_token_at - sample.arrived, 4)
         if sample.ended_at is not None:
-            parts.append(f"total_s={sample.ended_at - sample.arrived:.4f}")
+            fields["total_s"] = round(sample.ended_at - sample.arrived, 4)
         if sample.routes is not None:
-            parts.append(f"route_rows={len(sample.routes)}")
+            fields["route_rows"] = len(sample.routes)
         if sample.error is not None:
-            parts.append(f"error={json.dumps(str(sample.error))}")
+            fields["error"] = str(sample.error)
         if self._level >= 2 and sample.text:
-            parts.append(f"text={json.dumps(sample.text[:SHOWN_CHARACTERS], ensure_ascii=False)}")
-        log.info(" ".join(parts))
+            fields["text"] = sample.text[:SHOWN_CHARACTERS]
+        _say(fields)
+
+
+def _say(fields: dict[str, Any]) -> None:
+    """As key=value pairs for lines of text; whole for JSON lines."""
+    log.info(" ".join(f"{name}={_shown(name, value)}" for name, value in fields.items()), extra={"fields": fields})
+
+
+def _shown(name: str, value: Any) -> str:
+    quoted = name in ("sampling", "error", "text")
+    return json.dumps(value, default=str, ensure_ascii=False) if quoted else str(value)
 
 
 class Observers(Observer):
@@ -68,3 +83,7 @@ class Observers(Observer):
     def finished(self, sample: Sample) -> None:
         for observer in self._observers:
             observer.finished(sample)
+
+    def close(self) -> None:
+        for observer in self._observers:
+            observer.close()

@@ -22,6 +22,7 @@ from tracklayer.server.config import ServerConfig
 from tracklayer.server.expert_load import ExpertLoad
 from tracklayer.server.metrics import Metrics
 from tracklayer.server.request_log import Observers, RequestLog
+from tracklayer.server.tracing import Tracing, exporter_to
 
 ROUTE_FORMATS = ("int32", "packed", "npy")
 # generation_config.json's keys that a chat request may leave to it
@@ -113,6 +114,7 @@ def build_service(
     metrics = Metrics(config.served_model_name or engine_config.model_path, client.info.route_selftest)
     watchers: list[Observer] = [metrics] if config.enable_metrics else []
     watchers += [RequestLog(config.log_requests_level)] if config.log_requests else []
+    watchers += [Tracing(exporter_to(config.traces_to))] if config.traces_to else []
     frontend = TextFrontend(
         client,
         tokenizer,
