@@ -6,6 +6,7 @@ notices the other's death: the engine's process ends with its parent, and its ow
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -117,6 +118,7 @@ class EngineProcess:
             daemon=True,
         )
         self._process.start()
+        atexit.register(self._process.kill)  # a parent that fails without `shutdown` must not wait for it at its exit
         self._reader = threading.Thread(target=self._read, name="tracklayer-news", daemon=True)
         try:
             self.info = self._await_ready(stop)
@@ -238,6 +240,7 @@ class EngineProcess:
 
     def _end_process(self) -> None:
         self._process.join(CLOSE_S)
+        atexit.unregister(self._process.kill)
         if self._process.is_alive():
             log.warning("the engine's process did not end within %.0f s; killing it", CLOSE_S)
             self._process.kill()
@@ -266,7 +269,8 @@ def _describe(error: BaseException) -> tuple[str, str]:
 
 def _serve(folder: str, packed_config: bytes, build: Build, log_style: LogStyle) -> None:
     """Build the engine and do what the parent says, until it says stop or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     log_style.set_up()
     wire, context = Wire(Path(folder)), zmq.Context()
     news = Line(context, zmq.PUSH, f"ipc://{folder}/news", wire, bind=False)

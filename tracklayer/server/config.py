@@ -65,7 +65,7 @@ class ServerConfig:
     max_samples: int = flag(512, "n of one request at most", low=1)
     max_stop_characters: int = flag(4096, "characters of a request's stop strings together at most", low=1)
     drain_timeout_s: float = flag(30.0, "seconds that running requests get to end after a stop signal")
-    engine_process: bool = flag(False, "run the engine in a process of its own")
+    engine_process: bool = flag(True, "run the engine in a process of its own; --no-engine-process: in the server's")
 
     def __post_init__(self) -> None:
         check_flags(self)
