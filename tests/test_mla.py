@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from engine_tools import make_core, prompts, request, run
-from parity import Reference, generate, tiny_engine
+from parity import Reference, check_variant, generate, tiny_engine
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -22,6 +22,7 @@ from tracklayer.layers.mla import MLA
 from tracklayer.layers.spec import AttentionSpec, IndexerSpec, MLASpec, NormSpec, RopeSpec
 from tracklayer.models.latent import mla, stretch
 from tracklayer.models.registry import resolve
+from tracklayer.runner import batch as runner_batch
 from tracklayer.runner.kv_cache import Caches, kv_bytes_per_slot
 
 CPU = torch.device("cpu")
@@ -277,3 +278,15 @@ def test_an_indexer_that_may_choose_all_changes_nothing():
     torch.testing.assert_close(outs[1], outs[2])
     assert not torch.allclose(outs[0][-1], outs[2][-1], atol=1e-3)
     torch.testing.assert_close(outs[0][:10], outs[2][:10], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v2", "deepseek_v3", "kimi_linear", "longcat_flash"])
+def test_prompts_attended_in_full_equal_the_reference(variant, tmp_path, monkeypatch):
+    """Prompts whose keys and values are made in full: alone, in chunks, beside others and beside one of a token."""
+    monkeypatch.setattr(runner_batch, "FRESH_LEAST", 1)
+    seen = []
+    whole = MLA._prompts
+    monkeypatch.setattr(MLA, "_prompts", lambda self, *args: (seen.append(args[4].tolist()), whole(self, *args))[1])
+    modes, _ = check_variant(variant, tmp_path)
+    assert not [text for mode in modes.values() for text in mode.wrong]
+    assert any(min(lens) == -1 for lens in seen) and any(min(lens) > 0 for lens in seen), "one of both ways did not run"

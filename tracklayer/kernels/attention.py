@@ -45,7 +45,7 @@ def paged_attention(
     chunk: int | None = None,
     num_decodes: int = 0,
     step_kv: tuple[Tensor, Tensor] | None = None,
-    fresh: tuple[Tensor, Tensor] | None = None,
+    fresh: tuple[Tensor | None, Tensor] | None = None,
 ) -> Tensor:
     """Attend; the step's own keys and values are in the caches already. Returns [T, N, E] in q's dtype.
 
@@ -54,7 +54,8 @@ def paged_attention(
     host ints, upper bounds of the query tokens and of lens (max_query == 1: exactly one token a sequence, T == B).
     num_decodes: that many first sequences have one token each (the decode kernel serves them apart from the others).
     step_kv, fresh: this step's own (k [T, H, D], v [T, H, E]), and lens_B twice, int32: with -1 for sequences that
-    begin in this step, and with -1 for the others. Those that begin are then read from step_kv, without the slot table.
+    begin in this step (None when all do), and with -1 for the others. Those that begin are then read from step_kv,
+    without the slot table.
     A sequence with lens 0 (padding) gets zeros. Tokens outside every sequence are not written.
     Raises ValueError when the head counts or widths do not fit together.
     """
@@ -67,15 +68,36 @@ def paged_attention(
     out_TNE = None
     if fresh is not None and step_kv is not None:
         out_TNE = q_TND.new_empty(*q_TND.shape[:2], v_SHE.shape[2])
-        begun = dict(starts_B1=starts_B1, lens_B=fresh[1], out_TNE=out_TNE)
-        if attention_hopper.serves(q_TND, *step_kv, rule):
-            attention_hopper.prompt_attention(q_TND, *step_kv, scale=scale, **begun)
-        else:
-            paged_prefill(q_TND, *step_kv, slot_table_RC=None, rows_B=None, **begun, **rule)
+        prompt_attention(q_TND, *step_kv, starts_B1=starts_B1, lens_B=fresh[1], out_TNE=out_TNE, **rule)
+        if fresh[0] is None:
+            return out_TNE
         where["lens_B"] = fresh[0]
     return launch_paged_attention(
         q_TND, k_SHD, v_SHE, num_decodes=num_decodes, max_len=max_len, out_TNE=out_TNE, **where, **rule
     )
+
+
+def prompt_attention(
+    q_TND: Tensor,
+    k_THD: Tensor,
+    v_THE: Tensor,
+    *,
+    starts_B1: Tensor,
+    lens_B: Tensor,
+    out_TNE: Tensor,
+    scale: float,
+    **rule: Any,
+) -> Tensor:
+    """The same over whole prompts, with the step's own keys and values: no cache, no slot table. Returns out_TNE.
+
+    Only sequences with lens_B > 0, which is then the number of their tokens, are attended; other rows are left alone.
+    """
+    where = dict(starts_B1=starts_B1, lens_B=lens_B, out_TNE=out_TNE)
+    if not use_triton(q_TND):
+        return _prompt_attention_ref(q_TND, k_THD, v_THE, scale=scale, **where, **rule)
+    if attention_hopper.serves(q_TND, k_THD, v_THE, rule):
+        return attention_hopper.prompt_attention(q_TND, k_THD, v_THE, scale=scale, **where)
+    return paged_prefill(q_TND, k_THD, v_THE, slot_table_RC=None, rows_B=None, scale=scale, **where, **rule)
 
 
 def launch_paged_attention(
@@ -161,6 +183,30 @@ def paged_attention_ref(
             positions = torch.arange(n - count, n, device=q_TND.device)[None]
             seen = None if count == n and window is None and chunk is None else _seen(positions, n, window, chunk)
             out_TNE[tokens] = _attend(q_TND[None, tokens], k_1LHD, v_1LHE, seen, **rule)[0]
+    return out_TNE
+
+
+def _prompt_attention_ref(
+    q_TND: Tensor,
+    k_THD: Tensor,
+    v_THE: Tensor,
+    *,
+    starts_B1: Tensor,
+    lens_B: Tensor,
+    out_TNE: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks_N: Tensor | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk)
+    for start, n in zip(starts_B1.tolist(), lens_B.tolist(), strict=False):
+        if n > 0:
+            at = slice(start, start + n)
+            positions = torch.arange(n, device=q_TND.device)[None]
+            seen = None if window is None and chunk is None else _seen(positions, n, window, chunk)
+            out_TNE[at] = _attend(q_TND[None, at], k_THD[None, at], v_THE[None, at], seen, **rule)[0]
     return out_TNE
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -37,7 +38,8 @@ class Batch:
     slot_table_RC int32  slot of every position of every row
     max_query, max_len   upper bounds of tokens a sequence has in this step / in the cache
     num_decodes          host int: that many first sequences have one token each
-    fresh                lens_B for sequences that have a past and for those that begin here, -1 elsewhere; or None
+    fresh                lens_B for sequences that have a past (None: none has) and for those that begin here, -1
+                         elsewhere; None when few tokens begin sequences
     num_tokens_1 int32   [1]: tokens that are not padding; None when none are (only CUDA graphs pad)
     kv                   per attention sublayer: its caches (k_SHD, v_SHD), in model order
     pool_SLK             the route pool's tensor, None when recording is off
@@ -56,10 +58,17 @@ class Batch:
     max_query: int
     max_len: int
     num_decodes: int = 0
-    fresh: tuple[Tensor, Tensor] | None = None
+    fresh: tuple[Tensor | None, Tensor] | None = None
     num_tokens_1: Tensor | None = None
     kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     pool_SLK: Tensor | None = None
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     order_T: Tensor | None = None
+
+
+def rows_of_tokens(batch: Batch) -> Tensor:
+    """Line of the slot table of each token, int64 [T]; tokens past the last sequence count as its own."""
+    tokens_T = torch.arange(len(batch.token_ids_T), device=batch.rows_B.device, dtype=torch.int32)
+    sequence_T = torch.searchsorted(batch.starts_B1[1:].contiguous(), tokens_T, right=True)
+    return batch.rows_B.long()[sequence_T.clamp(max=len(batch.rows_B) - 1)]

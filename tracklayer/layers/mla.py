@@ -2,9 +2,10 @@
 
 T tokens, N heads, C latent width, P dims of a head without position and R with, E value width of a head.
 
-Absorbed form throughout: a head's key and value of a token are linear in its latent, so the query is taken into
+Absorbed form over the cache: a head's key and value of a token are linear in its latent, so the query is taken into
 latent space (q_nope W_k) and the attention's result out of it (W_v). Then all heads attend to one key, the latent and
-the turned dims beside it, and its first C columns are the value.
+the turned dims beside it, and its first C columns are the value. Prompts that begin in a step have all their latents
+at hand: their keys and values are made in full, P + R and E wide, a third of the work in attention.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tracklayer.kernels.attention import paged_attention
+from tracklayer.kernels.attention import paged_attention, prompt_attention
 from tracklayer.kernels.norm import rms_norm
 from tracklayer.kernels.rope import rotate
 from tracklayer.layers.batch import Batch
@@ -71,44 +72,85 @@ class MLA(nn.Module):
         kept = [latent_TC, turned_TR, *([self.indexer.keys(x_TD, batch)] if self.indexer else [])]
         k_SHD[batch.slots_T.long(), 0] = torch.cat(kept, -1).to(k_SHD.dtype)
 
-        to_key_NPC, to_value_NEC = self.kv_b_XC.unflatten(0, (spec.num_heads, -1)).split(
-            [spec.nope_dim, spec.v_head_dim], 1
-        )
-        nope_TNC = torch.bmm(nope_TNP.transpose(0, 1), to_key_NPC).transpose(0, 1)
-        q_TND = torch.cat([nope_TNC, rope_TNR], -1)
-        if self.indexer is not None and batch.max_len > self.indexer.spec.top_k:
-            out_TNC = selected_attention(
-                q_TND,
-                *self.indexer.queries(x_TD, q_latent_TQ, batch),
-                k_SHD[:, 0],
-                batch,
-                value_dim=spec.kv_lora_rank,
-                top_k=self.indexer.spec.top_k,
-                scale=spec.scale,
-            )
+        fresh = None if self._selects(batch) else batch.fresh
+        lens_B = batch.lens_B if fresh is None else fresh[0]
+        if lens_B is not None:
+            queries = self.indexer.queries(x_TD, q_latent_TQ, batch) if self._selects(batch) else None
+            out_TNE = self._absorbed(nope_TNP, rope_TNR, lens_B, queries, batch)
         else:
-            out_TNC = self._attend(q_TND, batch)
-        out_TNE = torch.bmm(out_TNC.transpose(0, 1), to_value_NEC.transpose(1, 2)).transpose(0, 1)
+            out_TNE = nope_TNP.new_empty(len(x_TD), spec.num_heads, spec.v_head_dim)
+        if fresh is not None:
+            self._prompts(nope_TNP, rope_TNR, latent_TC, turned_TR, fresh[1], out_TNE, batch)
         if self.gate is not None:
             out_TNE = out_TNE * torch.sigmoid(self.gate(x_TD)).view(len(x_TD), spec.num_heads, -1)
         out_TD: Tensor = self.o(out_TNE.flatten(1))
         return out_TD
 
-    def _attend(self, q_TND: Tensor, batch: Batch) -> Tensor:
-        """Attention over all earlier latents: [T, N, C]."""
+    def _selects(self, batch: Batch) -> bool:
+        """Whether an indexer chooses what attention sees: not while there is no more than it may choose."""
+        return self.indexer is not None and batch.max_len > self.indexer.spec.top_k
+
+    def _absorbed(
+        self,
+        nope_TNP: Tensor,
+        rope_TNR: Tensor,
+        lens_B: Tensor,
+        queries: tuple[Tensor, Tensor] | None,
+        batch: Batch,
+    ) -> Tensor:
+        """Attention over the cached latents: [T, N, E], meaningless in sequences whose lens_B is -1."""
+        spec = self.spec
         k_SHD, v_SHE = batch.kv[self.cache]
-        return paged_attention(
-            q_TND,
-            k_SHD[..., : self.spec.key_dim],
-            v_SHE,
-            slot_table_RC=batch.slot_table_RC,
-            rows_B=batch.rows_B,
-            starts_B1=batch.starts_B1,
-            lens_B=batch.lens_B,
-            max_query=batch.max_query,
-            max_len=batch.max_len,
-            scale=self.spec.scale,
-            num_decodes=batch.num_decodes,
+        to_key_NPC, to_value_NEC = self.kv_b_XC.unflatten(0, (spec.num_heads, -1)).split(
+            [spec.nope_dim, spec.v_head_dim], 1
+        )
+        nope_TNC = torch.bmm(nope_TNP.transpose(0, 1), to_key_NPC).transpose(0, 1)
+        q_TND = torch.cat([nope_TNC, rope_TNR], -1)
+        if queries is not None:
+            assert spec.indexer is not None
+            out_TNC = selected_attention(
+                q_TND,
+                *queries,
+                k_SHD[:, 0],
+                batch,
+                value_dim=spec.kv_lora_rank,
+                top_k=spec.indexer.top_k,
+                scale=spec.scale,
+            )
+        else:
+            out_TNC = paged_attention(
+                q_TND,
+                k_SHD[..., : spec.key_dim],
+                v_SHE,
+                slot_table_RC=batch.slot_table_RC,
+                rows_B=batch.rows_B,
+                starts_B1=batch.starts_B1,
+                lens_B=lens_B,
+                max_query=batch.max_query,
+                max_len=batch.max_len,
+                scale=spec.scale,
+                num_decodes=batch.num_decodes,
+            )
+        return torch.bmm(out_TNC.transpose(0, 1), to_value_NEC.transpose(1, 2)).transpose(0, 1).contiguous()
+
+    def _prompts(
+        self,
+        nope_TNP: Tensor,
+        rope_TNR: Tensor,
+        latent_TC: Tensor,
+        turned_TR: Tensor,
+        lens_B: Tensor,
+        out_TNE: Tensor,
+        batch: Batch,
+    ) -> None:
+        """Attention of prompts that begin here over their own keys and values, into their rows of out_TNE."""
+        spec = self.spec
+        kv_TNX = (latent_TC @ self.kv_b_XC.t()).unflatten(-1, (spec.num_heads, -1))
+        key_TNP, v_TNE = kv_TNX.split([spec.nope_dim, spec.v_head_dim], -1)
+        k_TND = torch.cat([key_TNP, turned_TR[:, None].expand(-1, spec.num_heads, -1)], -1)
+        q_TND = torch.cat([nope_TNP, rope_TNR], -1)
+        prompt_attention(
+            q_TND, k_TND, v_TNE, starts_B1=batch.starts_B1, lens_B=lens_B, out_TNE=out_TNE, scale=spec.scale
         )
 
     def _turn(self, x_THR: Tensor, batch: Batch) -> Tensor:

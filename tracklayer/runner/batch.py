@@ -33,16 +33,17 @@ def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     return [tensor[offset : offset + len(array)] for array, offset in zip(arrays, offsets, strict=False)]
 
 
-def split_fresh(firsts: Array, counts: Array) -> tuple[Array, Array] | None:
-    """Lengths of the sequences twice, int32 [B]: with -1 for those that begin in this step, with -1 for the others.
+def split_fresh(firsts: Array, counts: Array) -> list[Array]:
+    """Lengths of the sequences, int32 [B]: with -1 for the others than those that begin in this step, and the reverse.
 
-    None when too few tokens begin sequences; see kernels.attention.
+    The second is left out when all begin, both when too few tokens begin sequences; see kernels.attention.
     """
     begins = (firsts == 0) & (counts > 1)
     if counts[begins].sum() < FRESH_LEAST:
-        return None
+        return []
     lens = (firsts + counts).astype(np.int32)
-    return np.where(begins, -1, lens).astype(np.int32), np.where(begins, lens, -1).astype(np.int32)
+    split = [np.where(begins, lens, -1).astype(np.int32), np.where(begins, -1, lens).astype(np.int32)]
+    return split[:1] if begins.all() else split
 
 
 def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> tuple[Batch, Tensor, Tensor]:
@@ -60,7 +61,7 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
     prefill = shares[num_decode:]
     row_numbers = np.array([s.row for s in shares], np.int32)
     firsts = np.array([s.start for s in shares], np.int32)
-    fresh = split_fresh(firsts, counts) or ()
+    fresh = split_fresh(firsts, counts)
     tensors = upload(
         [
             token_ids,
@@ -96,7 +97,7 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
         max_query=int(counts.max()),
         max_len=max(s.start + s.num_tokens for s in shares),
         num_decodes=num_decode,
-        fresh=(tensors[8], tensors[9]) if fresh else None,
+        fresh=(tensors[9] if len(fresh) > 1 else None, tensors[8]) if fresh else None,
         kv=caches.kv,
         pool_SLK=caches.pool.tensor_SLK if caches.pool else None,
         states=caches.states,
