@@ -152,7 +152,7 @@ ERRORS = [
     ({"text": "a", "sampling_params": {"temperatur": 1}}, 400, "unknown field `temperatur`, expected one of"),
     ({"text": "a", "sampling_params": {"temperature": "hot"}}, 400, "wrong type"),
     ({"text": "a", "sampling_params": {"temperature": -1}}, 400, "temperature"),
-    ({"text": "a", "sampling_params": {"n": 10**9}}, 400, "n must be at most"),
+    ({"text": "a", "sampling_params": {"n": 10**9}}, 400, "max-samples"),
     ({"text": "a", "input_ids": [1]}, 400, "Either text"),
     ({"input_ids": [1, 400]}, 400, "token id 400"),
     ({"input_ids": [1] * 600}, 400, "longer than the model's context length"),

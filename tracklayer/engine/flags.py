@@ -30,6 +30,7 @@ ALIASES = {
     "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
     "cuda_graph_bs_decode": "cuda_graph_bs",
     "enable_sleep_mode": "enable_memory_saver",
+    "max_logprobs": "max_top_logprobs",
     "enable_prompt_tokens_details": "enable_cache_report",
 }
 
@@ -69,7 +70,6 @@ WITHOUT_EFFECT = {
     "tokenizer_worker_num": "one tokenizer serves all",
     "enable_auto_tool_choice": "tool calls need no switch",
     "generation_config": "the checkpoint's is read",
-    "max_logprobs": "there is no limit",
     "skip_server_warmup": "there is no warm-up request",
     "load_balance_method": "there is one replica",
 }

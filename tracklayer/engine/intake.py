@@ -16,6 +16,7 @@ from tracklayer.engine.call_check import check_fields, plain_ids
 from tracklayer.engine.client import EngineInfo
 from tracklayer.engine.detokenizer import compile_pattern
 from tracklayer.engine.grammar import check_grammar
+from tracklayer.engine.limits import Limits
 from tracklayer.engine.sampling import is_int, parse_sampling, short
 from tracklayer.engine.tokenizer import TextTokenizer
 from tracklayer.errors import UserError
@@ -60,15 +61,6 @@ class GenerateCall:
         """Whether the reply is a list even for one prompt with n = 1."""
         ids = self.input_ids
         return isinstance(self.text, list) or (isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one call may ask for; None is no limit."""
-
-    prompts: int | None = None
-    n: int | None = None
-    stops: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,10 +114,10 @@ class Intake:
         count = len(prompts)
         if count == 0:
             raise UserError("the batch is empty: give at least one prompt")
-        if self.limits.prompts is not None and count > self.limits.prompts:
-            raise UserError(f"a batch takes at most {self.limits.prompts} prompts, got {count}")
+        self.limits.check("max_batch_prompts", count)
         sampling = self._sampling(call, count)
         n = sampling[0].n
+        self.limits.check("max_batch_sequences", count * n)
         for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
             if n > 1 and isinstance(getattr(call, name), list):
                 raise UserError(f"{name} must be one value, not a list, when n > 1")
@@ -138,6 +130,7 @@ class Intake:
             raise UserError(f"routed_experts_start_len must be >= 0, got {call.routed_experts_start_len}")
         given = _given_lists(call.token_ids_logprob, count)
         top = [_pick(call.top_logprobs_num, i, count, "top_logprobs_num", 0) for i in range(count)]
+        self.limits.check("max_top_logprobs", max(*top, *map(len, given)))
         if max(top) > self.info.vocab_size:
             raise UserError(f"top_logprobs_num must be at most {self.info.vocab_size} (the vocabulary), got {max(top)}")
         return [
@@ -177,8 +170,7 @@ class Intake:
         return parsed
 
     def _check_sampling(self, params: SamplingParams) -> None:
-        if self.limits.n is not None and params.n > self.limits.n:
-            raise UserError(f"n must be at most {self.limits.n}, got {params.n}")
+        self.limits.check("max_samples", params.n)
         check_grammar(params)
         if self.tokenizer is None and params.constrained:
             raise UserError("structured output needs a tokenizer: start without --skip-tokenizer-init")
@@ -186,8 +178,7 @@ class Intake:
             raise UserError("stop, stop_regex and min_new_tokens need a tokenizer: start without --skip-tokenizer-init")
         if "" in params.stop:
             raise UserError("stop holds an empty string; leave it out")
-        if self.limits.stops is not None and sum(map(len, params.stop)) > self.limits.stops:
-            raise UserError(f"stop strings take at most {self.limits.stops} characters together")
+        self.limits.check("max_stop_characters", sum(map(len, params.stop)))
         for source in params.stop_regex:
             compile_pattern(source)
         self._vocabulary(params.stop_token_ids, "stop_token_ids")

@@ -63,6 +63,8 @@ class ServerConfig:
     max_body_bytes: int = flag(256 * MIB, "largest request body in bytes; beyond it 413", low=1)
     max_batch_prompts: int = flag(4096, "prompts in one request at most", low=1)
     max_samples: int = flag(512, "n of one request at most", low=1)
+    max_batch_sequences: int = flag(65536, "prompts times n of one request at most", low=1)
+    max_top_logprobs: int = flag(256, "top_logprobs_num, and ids in token_ids_logprob, at most", low=1)
     max_stop_characters: int = flag(4096, "characters of a request's stop strings together at most", low=1)
     drain_timeout_s: float = flag(30.0, "seconds that running requests get to end after a stop signal")
     engine_process: bool = flag(True, "run the engine in a process of its own; --no-engine-process: in the server's")

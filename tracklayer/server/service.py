@@ -12,7 +12,8 @@ from tracklayer.config import EngineConfig, load_generation_config
 from tracklayer.engine.client import EngineClient, EngineInfo
 from tracklayer.engine.control_plane import PROFILES, ControlPlane
 from tracklayer.engine.frontend import Observer, TextFrontend
-from tracklayer.engine.intake import Intake, Limits
+from tracklayer.engine.intake import Intake
+from tracklayer.engine.limits import Limits
 from tracklayer.engine.tokenizer import TextTokenizer
 from tracklayer.errors import UserError
 from tracklayer.routes.codec import encode, encode_packed, encode_sglang
@@ -101,7 +102,7 @@ def build_service(
     """Everything between a running engine and the endpoints."""
     if config.return_routed_experts_by_default and not client.info.recording:
         raise UserError("--return-routed-experts-by-default needs --enable-return-routed-experts")
-    limits = Limits(prompts=config.max_batch_prompts, n=config.max_samples, stops=config.max_stop_characters)
+    limits = Limits(**{f.name: getattr(config, f.name) for f in fields(Limits)})
     intake = Intake(
         client.info,
         tokenizer,
