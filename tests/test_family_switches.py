@@ -28,7 +28,7 @@ SWITCHES: dict[str, Any] = {
     "renorm_p": lambda p: 1.0 if p != 1.0 else 3.0,
     "jitter": lambda jitter: jitter / 4,
     # attention
-    "window": None,
+    "window": lambda window: window and 1000,
     "chunk": None,
     "softcap": None,
     "q_temperature": None,

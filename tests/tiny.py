@@ -42,6 +42,9 @@ def randomize(model: torch.nn.Module, seed: int, norm_centre: float = 1.0) -> No
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("tid2eid"):  # experts by token id: any, but each once a row
+                experts = model.config.n_routed_experts
+                tensor.copy_(torch.rand(len(tensor), experts, generator=generator).argsort(-1)[:, : tensor.shape[1]])
             if not tensor.is_floating_point() or "inv_freq" in name or "embed_scale" in name:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)

@@ -32,6 +32,26 @@ DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
+V4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "q_lora_rank": 24,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "partial_rotary_factor": 0.5,
+    "sliding_window": 10,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_n_heads": 12,
+    "index_head_dim": 14,
+    "index_topk": 5,
+    "hc_mult": 3,
+    "swiglu_limit": 0.7,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.5,
+}
 
 # A head's output may be nearly 0, and the norm after it then makes much of rounding; a larger eps keeps that small.
 CALM = {"rms_norm_eps": 1e-2}
@@ -136,6 +156,22 @@ MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "index_head_dim": 14,
             "index_topk": 9,
             "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        "DeepseekV4ForCausalLM",
+        {
+            **V4,
+            "layer_types": [
+                "sliding_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 7},
+            "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+            "rope_parameters": {key: YARN[key] for key in YARN if "mscale" not in key and key != "rope_theta"},
         },
     ),
     "kimi_k2": (

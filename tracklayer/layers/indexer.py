@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tracklayer.kernels.norm import layer_norm
 from tracklayer.kernels.rope import rotate
-from tracklayer.layers.batch import Batch
+from tracklayer.layers.batch import Batch, rows_of_tokens
 from tracklayer.layers.linear import Linear
 from tracklayer.layers.parts import Part, parameter, prefixed
 from tracklayer.layers.spec import IndexerSpec
@@ -55,6 +55,11 @@ class Indexer(nn.Module):
         yield from prefixed("k_norm", ((kind, owner.data, owner) for kind, owner in named))
 
 
+def index_scores(q_THI: Tensor, weights_TH: Tensor, keys_TLI: Tensor) -> Tensor:
+    """sum_h weights_h relu(q_h . k) of each token over keys of its own: float32 [T, L]."""
+    return (weights_TH[:, None] @ torch.relu(q_THI @ keys_TLI.transpose(1, 2)))[:, 0]
+
+
 def selected_attention(
     q_TND: Tensor,
     index_q_THI: Tensor,
@@ -71,11 +76,7 @@ def selected_attention(
     cache_SX [S, X] holds, of each slot, the key's D columns (the value is the first value_dim), then the indexer's key.
     Returns [T, N, value_dim] in q's dtype.
     """
-    tokens_T = torch.arange(len(q_TND), device=q_TND.device, dtype=torch.int32)
-    sequence_T = torch.searchsorted(batch.starts_B1[1:].contiguous(), tokens_T, right=True).clamp(
-        max=len(batch.rows_B) - 1
-    )
-    rows_T = batch.rows_B.long()[sequence_T]
+    rows_T = rows_of_tokens(batch)
     length, width = batch.max_len, q_TND.shape[2]
     chosen = min(top_k, length)
     positions_L = torch.arange(length, device=q_TND.device)
@@ -87,8 +88,8 @@ def selected_attention(
         seen_tL = positions_L <= batch.positions_T[part, None]
         slots_tL = torch.where(seen_tL, slots_tL, slots_tL[:, :1])  # what lies past the end may be anything
         keys_tLI = cache_SX[slots_tL, width:].float()
-        score_tHL = torch.relu(index_q_THI[part] @ keys_tLI.transpose(1, 2))
-        score_tL = (index_weights_TH[part, None] @ score_tHL)[:, 0].masked_fill(~seen_tL, float("-inf"))
+        score_tL = index_scores(index_q_THI[part], index_weights_TH[part], keys_tLI)
+        score_tL = score_tL.masked_fill(~seen_tL, float("-inf"))
         best_tK = score_tL.topk(chosen, -1).indices
         rows_tKD = cache_SX[slots_tL.gather(1, best_tK), :width].to(q_TND.dtype)
         pieces.append(

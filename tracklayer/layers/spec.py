@@ -96,7 +96,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
-    """DeepSeek-V3.2's indexer: heads and width of its queries and keys, and how many positions attention sees."""
+    """DeepSeek's indexer: heads and width of its queries and keys; how many positions (V4: entries) attention sees."""
 
     num_heads: int
     head_dim: int
@@ -151,6 +151,88 @@ class MLASpec:
     @property
     def shares_value(self) -> bool:
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorSpec:
+    """What becomes of tokens that left the window (DeepSeek-V4): every `rate` of them make one entry.
+
+    overlap   an entry is made of its own window and, from projections of their own, of the window before
+    indexer   attention sees only the entries that it chooses (by small entries of its own); None: all of them
+    """
+
+    rate: int
+    overlap: bool = False
+    indexer: IndexerSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate < 2:
+            raise ValueError(f"a compressor makes one entry of 2 tokens or more, got rate {self.rate}")
+
+    @property
+    def series(self) -> int:
+        return 2 if self.overlap else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedSpec:
+    """DeepSeek-V4's attention: one vector of `width` is every head's key and value, compressed beyond a window.
+
+    q_lora_rank        width of the queries' latent
+    rope               of the last dims of queries and keys, taken back from the output
+    norm               of the latent, of the keys, and (without weights) of each head's query
+    window             position p sees the last `window` positions, and what the compressor made of all complete windows
+    groups, group_rank the heads' outputs go in `groups`, each through group_rank numbers, to the model's width
+    """
+
+    num_heads: int
+    width: int
+    q_lora_rank: int
+    rope: RopeSpec
+    norm: NormSpec = NormSpec()
+    window: int
+    groups: int
+    group_rank: int
+    compressor: CompressorSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.groups:
+            raise ValueError(f"{self.num_heads} heads can not be put into {self.groups} equal groups")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers that the cache keeps of a token: its vector, and for each compressor an entry and what makes it."""
+        made = self.compressor
+        if made is None:
+            return self.width
+        entries = self.width + (made.indexer.head_dim if made.indexer else 0)
+        return self.width + entries * (1 + 2 * made.series)
+
+    @property
+    def value_dim(self) -> int:
+        return self.width
+
+    @property
+    def shares_value(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamsSpec:
+    """Hyper-connections (arXiv 2512.24880): `count` residual streams, mixed by learned, doubly stochastic matrices.
+
+    iterations    how often rows and columns are normalised, with eps
+    norm_eps      of the norm of all streams, from which the weights come
+    """
+
+    count: int
+    iterations: int
+    eps: float
+    norm_eps: float
 
 
 @dataclass(frozen=True, kw_only=True)

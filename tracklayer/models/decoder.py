@@ -12,6 +12,7 @@ from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.kernels.rope import rope_table
 from tracklayer.layers.attention import Attention
 from tracklayer.layers.batch import Batch
+from tracklayer.layers.compressed import Compressed
 from tracklayer.layers.mixers import recurrent_mixer
 from tracklayer.layers.mla import MLA
 from tracklayer.layers.mlp import MLP
@@ -19,8 +20,11 @@ from tracklayer.layers.moe import MoE
 from tracklayer.layers.norm import Norm
 from tracklayer.layers.parts import Part, parameter, prefixed
 from tracklayer.layers.recurrent_spec import RecurrentSpec
-from tracklayer.layers.spec import AttentionSpec, KVLayout, MLASpec, MLPSpec, MoESpec, RopeSpec
+from tracklayer.layers.spec import AttentionSpec, CompressedSpec, KVLayout, MLASpec, MLPSpec, MoESpec, RopeSpec
+from tracklayer.layers.streams import Streams
 from tracklayer.models.spec import ModelSpec, Sublayer
+
+ATTENTIONS = {AttentionSpec: Attention, MLASpec: MLA, CompressedSpec: Compressed}
 
 
 class RopeTables:
@@ -42,17 +46,18 @@ class RopeTables:
 
 
 class Block(nn.Module):
-    """One sublayer: residual += scale * post_norm(body(pre_norm(residual)))."""
+    """One sublayer: residual += scale * post_norm(body(pre_norm(residual))), or its place among several streams."""
 
-    def __init__(self, sub: Sublayer, hidden_size: int, body: nn.Module) -> None:
+    def __init__(self, sub: Sublayer, spec: ModelSpec, body: nn.Module) -> None:
         super().__init__()
         self.name = sub.name
         self.residual_scale = sub.residual_scale
         self.parallel = sub.parallel
         self.deferred = sub.deferred
         self.stream_scale_1 = parameter(1) if sub.stream_scale else None
-        self.pre_norm = Norm(sub.pre_norm, hidden_size) if sub.pre_norm else nn.Identity()
-        self.post_norm = Norm(sub.post_norm, hidden_size) if sub.post_norm else nn.Identity()
+        self.pre_norm = Norm(sub.pre_norm, spec.hidden_size) if sub.pre_norm else nn.Identity()
+        self.post_norm = Norm(sub.post_norm, spec.hidden_size) if sub.post_norm else nn.Identity()
+        self.streams = Streams(spec.streams, spec.hidden_size) if spec.streams else None
         self.body = body
 
     def enter(self, delta_TD: Tensor | None, residual_TD: Tensor, scale: float) -> Tensor | AddNorm:
@@ -74,6 +79,8 @@ class Block(nn.Module):
         for name, norm in (("norm", self.pre_norm), ("post_norm", self.post_norm)):
             if isinstance(norm, Norm):
                 yield from prefixed(name, norm.parts())
+        if self.streams is not None:
+            yield from prefixed("streams", self.streams.parts())
 
 
 class Decoder(nn.Module):
@@ -93,8 +100,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         ropes = RopeTables(max_position)
         for layer_id, subs in enumerate(spec.layers):
-            blocks = [Block(sub, spec.hidden_size, self._body(sub, layer_id, ropes)) for sub in subs]
+            blocks = [Block(sub, spec, self._body(sub, layer_id, ropes)) for sub in subs]
             self.layers.append(nn.ModuleList(blocks))
+        self.streams = Streams(spec.streams, spec.hidden_size, last=True) if spec.streams else None
         self.norm = Norm(spec.final_norm, spec.hidden_size)
         self.head_VD = self.embed_VD if spec.tie_embeddings else parameter(spec.vocab_size, spec.hidden_size)
         self.head_bias_V = parameter(spec.vocab_size) if spec.head_bias else None
@@ -102,11 +110,11 @@ class Decoder(nn.Module):
 
     def _body(self, sub: Sublayer, layer_id: int, ropes: RopeTables) -> nn.Module:
         match sub.body:
-            case AttentionSpec() | MLASpec():
+            case AttentionSpec() | MLASpec() | CompressedSpec():
                 self.attentions.append(sub.body)
-                kind = MLA if isinstance(sub.body, MLASpec) else Attention
                 table = ropes.get(sub.body.rope)
-                return kind(sub.body, self.spec.hidden_size, table, cache=len(self.attentions) - 1)
+                kind, place = ATTENTIONS[type(sub.body)], len(self.attentions) - 1
+                return kind(sub.body, self.spec.hidden_size, table, cache=place)
             case RecurrentSpec():
                 self.recurrents.append(sub.body)
                 table = ropes.get(sub.body.rope)
@@ -131,6 +139,8 @@ class Decoder(nn.Module):
         residual_TD = nn.functional.embedding(batch.token_ids_T, self.embed_VD)
         if self.embed_scale != 1.0:
             residual_TD = residual_TD * self.embed_scale
+        if self.streams is not None:
+            return self._streamed(self.streams, residual_TD, batch)
         x, delta_TD, scale = residual_TD, None, 1.0
         for blocks in self.layers:
             deferred_TD = None
@@ -152,6 +162,14 @@ class Decoder(nn.Module):
                 delta_TD = delta_TD + deferred_TD
         return self.norm(residual_TD) if delta_TD is None else self.norm.add(delta_TD, residual_TD, scale)
 
+    def _streamed(self, last: Streams, x_TD: Tensor, batch: Batch) -> Tensor:
+        """`forward` from the embeddings on, through several residual streams that begin as equals."""
+        x_TND = x_TD[:, None].expand(-1, last.spec.count, -1)
+        for blocks in self.layers:
+            for block in blocks:
+                x_TND = block.streams(x_TND, lambda y_TD, block=block: block.body(block.pre_norm(y_TD), batch))
+        return self.norm(last.collapse(x_TND))
+
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits [N, V] in the model's dtype."""
         logits_NV = linear(hidden_ND, self.head_VD, self.head_bias_V)
@@ -167,6 +185,8 @@ class Decoder(nn.Module):
             for block in blocks:
                 yield from prefixed(f"layers.{i}.{block.name}", block.parts())
         yield from prefixed("norm", self.norm.parts())
+        if self.streams is not None:
+            yield from prefixed("streams", self.streams.parts())
         if not self.spec.tie_embeddings:
             yield "head.weight", self.head_VD.data, self.head_VD
         if self.head_bias_V is not None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tracklayer.kernels.topk import RouterSpec
 from tracklayer.layers.recurrent_spec import RecurrentSpec
-from tracklayer.layers.spec import AttentionSpec, MLASpec, MLPSpec, MoESpec, NormSpec
+from tracklayer.layers.spec import AttentionSpec, CompressedSpec, MLASpec, MLPSpec, MoESpec, NormSpec, StreamsSpec
 
 Body = TypeVar("Body")
 
@@ -27,7 +27,7 @@ class Sublayer:
     """
 
     name: str
-    body: AttentionSpec | MLASpec | RecurrentSpec | MLPSpec | MoESpec
+    body: AttentionSpec | MLASpec | CompressedSpec | RecurrentSpec | MLPSpec | MoESpec
     pre_norm: NormSpec | None = NormSpec()
     post_norm: NormSpec | None = None
     residual_scale: float = 1.0
@@ -42,6 +42,7 @@ class ModelSpec:
 
     embed_scale_rounded: the factor on embeddings is first rounded to the model's dtype (Gemma).
     normed_head: each column of the head is divided by its length over the vocabulary at load (Bailing's norm_head).
+    streams: several residual streams instead of one; sublayers then have pre_norm and body alone (DeepSeek-V4).
     """
 
     vocab_size: int
@@ -56,6 +57,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     head_bias: bool = False
     normed_head: bool = False
+    streams: StreamsSpec | None = None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
