@@ -208,3 +208,18 @@ async def test_the_openai_client_works_unchanged():
         bad = client.with_options(api_key="wrong")
         with pytest.raises(openai.PermissionDeniedError):
             await bad.models.retrieve("tiny")
+
+
+async def test_routes_that_nobody_asked_for_do_not_make_chunks_without_choices():
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "n": 2, "stream": True}
+    text = {"prompt": ["a", "b"], "max_tokens": 3, "n": 2, "stream": True}
+    async with serving(return_routed_experts_by_default=True) as (client, _, _):
+        for path, body in (("/v1/chat/completions", chat), ("/v1/completions", text)):
+            chunks = events((await client.post(path, json=body)).text)
+            assert all(chunk["choices"] for chunk in chunks)
+            (end,) = [chunk for chunk in chunks if "sglext" in chunk]
+            assert end["choices"][0]["index"] == 0 and end["choices"][0]["finish_reason"] == "length"
+            asked = events((await client.post(path, json={**body, "return_routed_experts": True})).text)
+            assert [chunk["choices"] for chunk in asked if "sglext" in chunk] == [[]]
+            no = events((await client.post(path, json={**body, "return_routed_experts": False})).text)
+            assert not any("sglext" in chunk for chunk in no)

@@ -73,8 +73,6 @@ def sampling_of(body: OpenAIBody) -> dict[str, Any]:
 
 def call_fields(body: OpenAIBody, request: Request, service: Service) -> dict[str, Any]:
     """Fields of GenerateCall that are not sampling: identity, cache namespace, routes."""
-    if body.return_routed_experts is None:
-        body.return_routed_experts = service.config.return_routed_experts_by_default
     rank = request.headers.get("x-data-parallel-rank")
     if rank not in (None, "0"):
         raise UserError(f"X-Data-Parallel-Rank must be 0: there is one replica, got {rank!r}")
@@ -87,7 +85,8 @@ def call_fields(body: OpenAIBody, request: Request, service: Service) -> dict[st
         "routed_experts_start_len",
         "stream",
     )
-    return {name: value for name in names if (value := getattr(body, name)) is not None}
+    by_default = {"return_routed_experts": service.config.return_routed_experts_by_default}
+    return by_default | {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 def wants_usage(body: OpenAIBody, service: Service) -> tuple[bool, bool]:
@@ -176,12 +175,25 @@ def _entry(triple: Triple) -> dict[str, Any]:
     }
 
 
+def unasked(sample: Sample, body: OpenAIBody, service: Service) -> dict[str, Any]:
+    """Routes by default ride on the first choice's end: clients that asked for nothing stumble over empty choices."""
+    if sample.index or sample.finish is None or _asked_for_sglext(body):
+        return {}
+    extra = sglext(sample, body, service)
+    return {"sglext": extra} if extra else {}
+
+
+def _asked_for_sglext(body: OpenAIBody) -> bool:
+    names = ("return_routed_experts", "return_input_ids_in_sglext", "return_output_ids_in_sglext")
+    return any(getattr(body, name, None) for name in names)
+
+
 def closing(
     base: dict[str, Any], samples: dict[int, Sample], body: OpenAIBody, service: Service, reasoning: int = 0
 ) -> Iterator[dict[str, Any]]:
     """The last chunks of a stream, without choices: the extension object, then usage, each where asked."""
     first = samples[0]
-    extra = sglext(first, body, service)
+    extra = sglext(first, body, service) if _asked_for_sglext(body) else None
     if extra:
         yield {**base, "choices": [], "sglext": extra}
     if wants_usage(body, service)[0]:

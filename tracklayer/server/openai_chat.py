@@ -154,6 +154,8 @@ async def _events(service: Service, body: ChatBody, source: Opened[Sample]) -> A
         parts += _parts(sample, body, told[sample.index])
         for part in parts:
             chunk = {**base, "choices": [part]}
+            if part["finish_reason"] is not None:
+                chunk |= openai.unasked(sample, body, service)
             if every_usage:
                 reasoning = told[sample.index].reader.reasoning_tokens(sample.output_ids)
                 chunk["usage"] = openai.usage([sample], 1, service, reasoning)

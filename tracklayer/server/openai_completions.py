@@ -103,6 +103,7 @@ async def _events(service: Service, body: CompletionBody, source: Opened[Sample]
         base = base or openai.head(OBJECT, body.model, sample.rid)
         samples[sample.index] = sample
         chunk = {**base, "choices": [_choice(service, sample, body, shown.setdefault(sample.index, Shown()))]}
+        chunk |= openai.unasked(sample, body, service)
         if every_usage:
             chunk["usage"] = openai.usage([sample], 1, service)
         yield event(chunk)
