@@ -52,7 +52,7 @@ def test_flags_without_meaning_warn_once_each_and_swallow_their_values():
 def test_what_we_lack_passes_only_at_its_default():
     launch = parse(["m", "--dp-size", "1", "--quantization", "none", "--kv-cache-dtype", "auto", "--nnodes", "1"])
     assert launch.warnings == []
-    for argv in (["--dp-size", "2"], ["--quantization", "fp8"], ["--enable-dp-attention"], ["--base-gpu-id", "3"]):
+    for argv in (["--dp-size", "2"], ["--quantization", "fp8"], ["--enable-dp-attention"], ["--node-rank", "3"]):
         with pytest.raises(UserError, match=f"{argv[0]}.*not available"):
             parse(["m", *argv])
 

@@ -60,6 +60,7 @@ class EngineConfig:
     )
     dtype: str = flag("auto", "auto is bfloat16 on a GPU and float32 on a CPU", choices=DTYPES)
     device: str = flag("auto", "auto, cuda or cpu", choices=("auto", "cuda", "cpu"))
+    base_gpu_id: int | None = flag(None, "which GPU; default: the current one, which in a new process is 0", low=0)
     router_dtype: str = flag(
         "family", "family: as the model's reference; float32: force it", choices=("family", "float32")
     )

@@ -72,6 +72,8 @@ WITHOUT_EFFECT = {
     "generation_config": "the checkpoint's is read",
     "skip_server_warmup": "there is no warm-up request",
     "load_balance_method": "there is one replica",
+    "gpu_id_step": "an engine runs on one GPU",
+    "scheduling_policy": "priorities are always honoured, equal ones in order of arrival",
 }
 
 # Not there; the default alone is accepted.
@@ -79,14 +81,13 @@ LACKING: dict[str, Any] = {
     "quantization": None,
     "kv_cache_dtype": "auto",
     "revision": None,
+    "logprobs_mode": "processed_logprobs",
     "dp_size": 1,
     "pp_size": 1,
     "moe_dp_size": 1,
     "attn_dp_size": 1,
     "nnodes": 1,
     "node_rank": 0,
-    "base_gpu_id": 0,
-    "gpu_id_step": 1,
     "enable_dp_attention": False,
     "enable_dp_lm_head": False,
     "enable_eplb": False,

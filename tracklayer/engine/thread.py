@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import Consumer, EngineInfo, failed
 from tracklayer.engine.engine import EngineCore
@@ -79,6 +81,8 @@ class EngineThread:
             self._thread.join()
 
     def _main(self) -> None:
+        if self.core.model.device.type == "cuda":  # each thread has a current GPU of its own, 0 at first
+            torch.cuda.set_device(self.core.model.device)
         try:
             while self._take_calls():
                 if self.core.has_work:

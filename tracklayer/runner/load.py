@@ -72,13 +72,23 @@ class LoadedModel:
             loader.finish()
 
 
-def choose_device(name: str) -> torch.device:
-    """auto: the GPU when there is one. Raises UserError for cuda without a GPU."""
+def choose_device(name: str, gpu: int | None = None) -> torch.device:
+    """auto: a GPU when there is one; `gpu`: which (None: the current one), which becomes this thread's current one.
+
+    Raises UserError for cuda without a GPU, and for a GPU that there is not.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for, but torch sees no GPU; use --device cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, torch.cuda.current_device() if name == "cuda" else None)
+    if name == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if gpu is not None and gpu >= count:
+        raise UserError(f"base_gpu_id {gpu} was asked for, but torch sees {count} GPUs (0..{count - 1})")
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @contextmanager
@@ -109,7 +119,7 @@ def load_model(config: EngineConfig, seed: int) -> LoadedModel:
     context_length = config.context_length or spec.context_length
     if context_length > spec.context_length:
         raise UserError(f"context_length {context_length} is more than the model's {spec.context_length}")
-    device = choose_device(config.device)
+    device = choose_device(config.device, config.base_gpu_id)
     if config.dtype == "auto":
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     else:

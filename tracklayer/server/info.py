@@ -35,7 +35,12 @@ async def health(request: Request) -> Response:
 @router.get("/get_model_info")
 async def model_info(request: Request) -> Response:
     service = service_of(request)
-    return answer(service.control.model_info(service.served_name, service.tokenizer_path))
+    own = {
+        "load_format": service.engine_config.load_format,
+        "reasoning_parser": service.config.reasoning_parser,
+        "tool_call_parser": service.config.tool_call_parser,
+    }
+    return answer(service.control.model_info(service.served_name, service.tokenizer_path) | own)
 
 
 @router.get("/server_info")
@@ -48,12 +53,12 @@ async def server_info(request: Request) -> Response:
         {
             **single,
             "node_rank": 0,
-            "base_gpu_id": 0,
             "num_gpus": service.engine_config.tp_size,
             "disaggregation_mode": "null",
             "disaggregation_bootstrap_port": None,
             "encoder_only": False,
             **public_config(service),
+            "base_gpu_id": service.engine_config.base_gpu_id or 0,
             **await service.control.server_info(),
             "enable_return_routed_experts": service.info.recording,
             "model_path": service.control.model_path,
