@@ -1,9 +1,11 @@
-"""Which device an engine takes."""
+"""Which device an engine takes, and in which precision it forms logits."""
 
 from __future__ import annotations
 
 import pytest
+import tiny
 import torch
+from engine_tools import make_core, prompts, request, run
 
 from tracklayer.config import EngineConfig
 from tracklayer.errors import UserError
@@ -41,3 +43,22 @@ def test_the_flag():
     assert parse(["m", "--base-gpu-id", "3", "--gpu-id-step", "2"]).engine.base_gpu_id == 3
     with pytest.raises(UserError, match="base_gpu_id"):
         EngineConfig(model_path="m", base_gpu_id=-1)
+
+
+def test_logits_in_float32(tmp_path):
+    """Sixteen-bit weights, products and sums in float32: rounding alone parts it from float64; not so without it."""
+    tiny.save("mixtral", tmp_path)
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    errors = []
+    for enabled in (True, False):
+        core = make_core(tmp_path, dtype="bfloat16", enable_fp32_lm_head=enabled, skip_route_selftest=True)
+        with torch.inference_mode():
+            got, head = core.model.decoder.logits(hidden), core.model.decoder.head_VD
+            errors.append((got.double() - hidden.double() @ head.double().T).abs().max().item())
+        assert got.dtype == (torch.float32 if enabled else torch.bfloat16)
+        answer = run(core, [request("a", prompts(1)[0], return_logprob=True, top_logprobs_num=3)])["a"]
+        assert (
+            len(answer.tokens) == 8
+            and (answer.output_logprobs.top_logprobs[:, 0] >= answer.output_logprobs.logprobs).all()
+        )
+    assert errors[0] < 1e-5 < errors[1]

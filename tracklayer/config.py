@@ -64,6 +64,7 @@ class EngineConfig:
     router_dtype: str = flag(
         "family", "family: as the model's reference; float32: force it", choices=("family", "float32")
     )
+    enable_fp32_lm_head: bool = flag(False, "form logits in float32, whatever the dtype")
     context_length: int | None = flag(None, "longest sequence in tokens; default: from the checkpoint", low=1)
     json_model_override_args: str = flag("{}", "JSON object merged over config.json")
     page_size: int = flag(1, "tokens per KV page; prefix hits are token-exact for every size", low=1)

@@ -94,7 +94,6 @@ LACKING: dict[str, Any] = {
     "ep_num_redundant_experts": 0,
     "enable_deterministic_inference": False,
     "rl_on_policy_target": None,
-    "enable_fp32_lm_head": False,
     "cpu_offload_gb": 0,
     "custom_weight_loader": None,
     "model_loader_extra_config": "{}",

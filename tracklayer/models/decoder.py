@@ -171,8 +171,12 @@ class Decoder(nn.Module):
         return self.norm(last.collapse(x_TND))
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Logits [N, V] in the model's dtype."""
-        logits_NV = linear(hidden_ND, self.head_VD, self.head_bias_V)
+        """Logits [N, V] in the model's dtype, or in float32 with a float32 head."""
+        if self.spec.float32_head:
+            bias_V = self.head_bias_V.float() if self.head_bias_V is not None else None
+            logits_NV = nn.functional.linear(hidden_ND.float(), self.head_VD.float(), bias_V)
+        else:
+            logits_NV = linear(hidden_ND, self.head_VD, self.head_bias_V)
         if self.spec.logit_scale != 1.0:
             logits_NV = logits_NV * self.spec.logit_scale
         if self.spec.logit_softcap is not None:

@@ -42,6 +42,7 @@ class ModelSpec:
 
     embed_scale_rounded: the factor on embeddings is first rounded to the model's dtype (Gemma).
     normed_head: each column of the head is divided by its length over the vocabulary at load (Bailing's norm_head).
+    float32_head: logits are formed in float32 from the weights as they are.
     streams: several residual streams instead of one; sublayers then have pre_norm and body alone (DeepSeek-V4).
     """
 
@@ -57,6 +58,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     head_bias: bool = False
     normed_head: bool = False
+    float32_head: bool = False
     streams: StreamsSpec | None = None
 
     @property

@@ -111,6 +111,7 @@ def load_model(config: EngineConfig, seed: int) -> LoadedModel:
     family, spec = resolve(hf_config)
     if config.router_dtype == "float32":
         spec = spec.with_float32_routers()
+    spec = replace(spec, float32_head=config.enable_fp32_lm_head)
     if config.enable_return_routed_experts and not spec.moe_layers:
         raise UserError(
             f"{family.name} with this config has no MoE layer, so there are no routes to record; "
