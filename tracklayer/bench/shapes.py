@@ -11,8 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from tracklayer.errors import UserError
-from tracklayer.layers.spec import AttentionSpec, MLPSpec, MoESpec
+from tracklayer.layers.spec import AttentionSpec, MLASpec, MLPSpec, MoESpec
 from tracklayer.models.spec import ModelSpec
+
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 150000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "eos_token_id": 200002,
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
@@ -54,6 +72,42 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "eos_token_id": 2,
     },
+    # The published widths; of 58 MoE layers the five that fit one GPU of 139 GiB in bfloat16, after the 3 dense ones.
+    "deepseek-v3-8-layers": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "num_hidden_layers": 8,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "max_position_embeddings": 40960,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "eos_token_id": 1,
+    },
+    "gpt-oss-20b": {**GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    # Half of the 36 layers: they fit one GPU of 139 GiB in bfloat16.
+    "gpt-oss-120b-18-layers": {**GPT_OSS, "num_hidden_layers": 18, "num_local_experts": 128},
     "tiny": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -85,36 +139,48 @@ def write_shape(name: str, folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Parameters by use: read by every step, one expert's, and how many experts there are and are chosen, per layer."""
+    """Parameters by use: read by every step, one expert's, and how many experts there are and are chosen, per layer.
+
+    kv: of each attention layer, values kept of a token and the window (None: all positions are read).
+    """
 
     always: int
     expert: int
     num_experts: int
     top_k: int
     moe_layers: int
-    kv_per_token: int
+    kv: tuple[tuple[int, int | None], ...]
 
     def bytes_per_step(self, batch: int, context_tokens: int, itemsize: int = 2) -> float:
         """Bytes that one decode step of `batch` sequences must read: weights once, expected distinct experts, KV."""
         missed = (1 - self.top_k / self.num_experts) ** batch if self.num_experts else 1.0
         experts = self.moe_layers * self.num_experts * (1 - missed) * self.expert
-        return itemsize * (self.always + experts + self.kv_per_token * batch * context_tokens)
+        cached = sum(width * min(context_tokens, window or context_tokens) for width, window in self.kv)
+        return itemsize * (self.always + experts + cached * batch)
 
 
 def footprint(spec: ModelSpec) -> Footprint | None:
     """Count a ModelSpec's parameters by how often a step reads them (embeddings are a look-up, not counted).
 
-    None for a model with a mixer that this does not count: latent attention, recurrent state.
+    None for a model with a mixer that this does not count: recurrent state, compressed or chosen positions.
     """
     hidden = spec.hidden_size
-    always, kv = spec.vocab_size * hidden, 0
+    always = spec.vocab_size * hidden
+    kv: list[tuple[int, int | None]] = []
     expert = num_experts = top_k = 0
     for sub in (s for layer in spec.layers for s in layer):
         match sub.body:
             case AttentionSpec() as a:
                 width = a.num_heads * (a.head_dim + a.value_dim) + a.num_kv_heads * (a.head_dim + a.value_dim)
                 always += hidden * width
-                kv += a.num_kv_heads * (a.head_dim + a.value_dim)
+                kv.append((a.num_kv_heads * (a.head_dim + a.value_dim), a.window))
+            case MLASpec(indexer=None) as a:
+                queries = a.num_heads * (a.nope_dim + a.rope_dim)
+                rank = a.q_lora_rank
+                always += (hidden + queries) * rank if rank else hidden * queries
+                always += hidden * a.key_dim + a.kv_lora_rank * a.num_heads * (a.nope_dim + a.v_head_dim)
+                always += a.num_heads * a.v_head_dim * hidden
+                kv.append((a.key_dim, None))
             case MLPSpec() as m:
                 always += _mlp(m, hidden)
             case MoESpec() as m:
@@ -123,7 +189,7 @@ def footprint(spec: ModelSpec) -> Footprint | None:
                 num_experts, top_k = m.router.num_experts, m.router.top_k
             case _:
                 return None
-    return Footprint(always, expert, num_experts, top_k, len(spec.moe_layers), kv)
+    return Footprint(always, expert, num_experts, top_k, len(spec.moe_layers), tuple(kv))
 
 
 def _mlp(spec: MLPSpec, hidden: int) -> int:
