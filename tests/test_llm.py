@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from server_fakes import FakeEngine, byte_level_tokenizer, info, route_rows
 
 import tracklayer
 from tracklayer.config import EngineConfig
+from tracklayer.engine.flags import SERVER_FLAGS
 from tracklayer.engine.llm import Engine, engine_options
 from tracklayer.errors import TracklayerError, UserError
+from tracklayer.server.config import ServerConfig
 
 TOKENIZER = byte_level_tokenizer()
 SHORT = {"temperature": 0, "max_new_tokens": 5}
@@ -185,3 +188,30 @@ def test_exports_are_lazy():
     assert set(tracklayer.__all__) <= set(dir(tracklayer))
     with pytest.raises(AttributeError, match="Nothing"):
         tracklayer.Nothing  # noqa: B018
+
+
+def test_an_engine_takes_every_flag_of_the_server():
+    """Trainers hand one mapping of flags to either; those that mean nothing here warn, unknown ones are refused."""
+    for field in fields(ServerConfig):
+        given = {"model_path": "m", field.name: field.default}
+        if field.name in SERVER_FLAGS:
+            with pytest.warns(UserWarning, match=f"{field.name} has no effect"):
+                engine_options(given)
+        else:
+            assert engine_options(given)[1] == {field.name: field.default}
+    assert {field.name for field in fields(ServerConfig)} >= SERVER_FLAGS
+
+
+def over(**options):
+    return Engine.over(FakeEngine(info(400)), TOKENIZER, **options)
+
+
+def test_an_engine_keeps_the_servers_defaults_for_requests():
+    with over(preferred_sampling_params={"max_new_tokens": 3}, allow_auto_truncate=True) as engine:
+        assert len(engine.generate("a")["output_ids"]) == 3
+        assert len(engine.generate(input_ids=[5] * 600)["output_ids"]) == 1
+    with over(preferred_sampling_params='{"max_new_tokens": 4}', stream_interval=2) as engine:
+        assert [len(chunk["output_ids"]) for chunk in engine.generate("a", stream=True)][-1] == 4
+    for wrong in ("[]", "{", 3):
+        with pytest.raises(UserError, match="preferred_sampling_params"):
+            over(preferred_sampling_params=wrong)

@@ -124,13 +124,18 @@ def load_model_config(path: str, override: str = "{}") -> dict[str, Any]:
             "Give a local directory that holds config.json and *.safetensors"
         )
     config = _read_object(file)
+    return {**config, **json_object(override, "json_model_override_args")}
+
+
+def json_object(given: Any, name: str) -> dict[str, Any]:
+    """A flag's JSON object, as text or as a dict; None is an empty one. Raises UserError that names the flag."""
     try:
-        extra = json.loads(override)
+        value = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
-        raise UserError(f"json_model_override_args is not valid JSON: {error}") from error
-    if not isinstance(extra, dict):
-        raise UserError(f"json_model_override_args must be a JSON object, got {override!r}")
-    return {**config, **extra}
+        raise UserError(f"{name} is not valid JSON: {error}") from error
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{name} must be a JSON object, got {given!r:.200}")
+    return value or {}
 
 
 def load_generation_config(path: str) -> dict[str, Any]:

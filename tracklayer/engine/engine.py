@@ -5,6 +5,7 @@ With overlap the step before is committed after the next is launched; the same c
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from tracklayer.runner.runner import PendingStep
 from tracklayer.scheduler.sequence import Committed
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput, StepPlan
 
+log = logging.getLogger(__name__)
+
 
 class EngineCore:
     """Builds everything from a config, then runs steps. `step` returns the news of requests.
@@ -34,6 +37,8 @@ class EngineCore:
     def __init__(self, config: EngineConfig, *, model: LoadedModel | None = None) -> None:
         self.config = config
         self.seed = config.random_seed if config.random_seed is not None else secrets.randbits(31)
+        if config.random_seed is None:
+            log.info("random seed %d (--random-seed repeats it)", self.seed)
         began = time.perf_counter()
         model = model or load_model(config, self.seed)
         self.weight_load_s = time.perf_counter() - began

@@ -106,6 +106,40 @@ LACKING: dict[str, Any] = {
     "enable_hierarchical_cache": False,
 }
 
+# The HTTP server's alone: trainers give them to an Engine too, where they mean nothing.
+SERVER_FLAGS = frozenset(
+    (
+        "host",
+        "port",
+        "api_key",
+        "admin_api_key",
+        "sampling_defaults",
+        "tool_call_parser",
+        "reasoning_parser",
+        "incremental_streaming_output",
+        "stream_response_default_include_usage",
+        "return_routed_experts_by_default",
+        "enable_cache_report",
+        "enable_metrics",
+        "log_level_http",
+        "log_requests",
+        "log_requests_level",
+        "log_format",
+        "enable_trace",
+        "otlp_traces_endpoint",
+        "weight_paths",
+        "profile_dir",
+        "max_body_bytes",
+        "max_batch_prompts",
+        "max_samples",
+        "max_batch_sequences",
+        "max_top_logprobs",
+        "max_stop_characters",
+        "drain_timeout_s",
+        "engine_process",
+    )
+)
+
 
 def plain_name(flag: str) -> str:
     """--Tensor-Parallel-Size -> tp_size."""

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from tracklayer.config import EngineConfig, load_model_config
+from tracklayer.config import EngineConfig, json_object, load_model_config
 from tracklayer.engine.client import EngineClient
 from tracklayer.engine.control_plane import ControlPlane, Outcome
-from tracklayer.engine.flags import foreign, plain_name, unknown_flag
+from tracklayer.engine.flags import SERVER_FLAGS, foreign, plain_name, unknown_flag
 from tracklayer.engine.frontend import TextFrontend
 from tracklayer.engine.intake import GenerateCall, Intake
 from tracklayer.engine.loop_thread import LoopThread
@@ -28,6 +28,7 @@ from tracklayer.errors import UserError
 
 T = TypeVar("T")
 TEXT_OPTIONS = ("chat_template", "trust_remote_code", "log_level", "served_model_name")
+INTAKE_OPTIONS = ("allow_auto_truncate", "preferred_sampling_params", "stream_interval")
 Messages = list[dict[str, Any]]
 
 
@@ -39,20 +40,22 @@ class FlushResult:
 
 
 def engine_options(options: dict[str, Any]) -> tuple[EngineConfig, dict[str, Any]]:
-    """(EngineConfig, text options) from Engine's keywords. Raises TypeError for an unknown one, naming the nearest."""
+    """(EngineConfig, other options) from Engine's keywords. Raises TypeError for an unknown one, naming the nearest."""
     own = {f.name for f in fields(EngineConfig)}
     config, text = {}, {}
     for key, value in options.items():
         name = plain_name(key)
         if name in own:
             config[name] = value
-        elif name in TEXT_OPTIONS:
+        elif name in TEXT_OPTIONS + INTAKE_OPTIONS:
             text[name] = value
+        elif name in SERVER_FLAGS:
+            warnings.warn(f"{name} has no effect: it is the HTTP server's", stacklevel=3)
         else:
             try:
                 line = foreign(name, value)
             except KeyError:
-                message = unknown_flag(name, [*own, *TEXT_OPTIONS]).replace("--", "").replace("-", "_")
+                message = unknown_flag(name, [*own, *TEXT_OPTIONS, *INTAKE_OPTIONS]).replace("--", "").replace("-", "_")
                 raise TypeError(f"Engine: {message}") from None
             except ValueError as error:
                 raise UserError(str(error)) from None
@@ -62,7 +65,10 @@ def engine_options(options: dict[str, Any]) -> tuple[EngineConfig, dict[str, Any
 
 
 class Engine:
-    """A model ready to generate. Keywords are EngineConfig's fields, plus chat_template, trust_remote_code.
+    """A model ready to generate. Keywords are EngineConfig's fields and the server's flags that matter here.
+
+    Those are chat_template, trust_remote_code, allow_auto_truncate, preferred_sampling_params (a dict or JSON) and
+    stream_interval; others of the server's, and SGLang's without effect, warn.
 
     Answers have SGLang's shape; `meta_info["routed_experts"]` is a `tracklayer.Routes`.
 
@@ -85,23 +91,42 @@ class Engine:
             )
         from tracklayer.engine.thread import EngineThread
 
-        self._open(EngineThread(config), tokenizer, config)
+        self._open(EngineThread(config), tokenizer, config, text)
         self._served_name = text.get("served_model_name") or config.model_path
 
     @classmethod
-    def over(cls, client: EngineClient, tokenizer: TextTokenizer | None, config: EngineConfig | None = None) -> Engine:
-        """An Engine over a client that already runs."""
+    def over(
+        cls,
+        client: EngineClient,
+        tokenizer: TextTokenizer | None,
+        config: EngineConfig | None = None,
+        **options: Any,
+    ) -> Engine:
+        """An Engine over a client that already runs. `options`: those of INTAKE_OPTIONS."""
         engine = cls.__new__(cls)
-        engine._open(client, tokenizer, config or EngineConfig(model_path=client.info.model_path))
+        engine._open(client, tokenizer, config or EngineConfig(model_path=client.info.model_path), options)
         engine._served_name = client.info.model_path
         return engine
 
-    def _open(self, client: EngineClient, tokenizer: TextTokenizer | None, config: EngineConfig) -> None:
+    def _open(
+        self,
+        client: EngineClient,
+        tokenizer: TextTokenizer | None,
+        config: EngineConfig,
+        options: dict[str, Any],
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self._client = client
         self._thread = LoopThread()
-        intake = Intake(client.info, tokenizer, random_seed=config.random_seed)
+        intake = Intake(
+            client.info,
+            tokenizer,
+            random_seed=config.random_seed,
+            default_sampling=json_object(options.get("preferred_sampling_params"), "preferred_sampling_params"),
+            auto_truncate=bool(options.get("allow_auto_truncate")),
+            stream_interval=options.get("stream_interval") or 1,
+        )
         self._frontend = TextFrontend(client, tokenizer, intake=intake, weight_version=config.weight_version)
         self._control = ControlPlane(self._frontend, model_path=config.model_path)
         self._frontend.bind(self._thread.loop)

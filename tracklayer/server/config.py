@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracklayer.config import check_flags, flag
+from tracklayer.config import check_flags, flag, json_object
 from tracklayer.engine.logs import FORMATS
 from tracklayer.errors import UserError
 from tracklayer.server.reasoning_parsers import REASONING_FORMATS
@@ -81,13 +80,7 @@ class ServerConfig:
 
     def preferred(self) -> dict[str, Any]:
         """preferred_sampling_params as a dict."""
-        try:
-            value = json.loads(self.preferred_sampling_params)
-        except json.JSONDecodeError as error:
-            raise UserError(f"preferred_sampling_params is not valid JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise UserError(f"preferred_sampling_params must be a JSON object, got {self.preferred_sampling_params!r}")
-        return value
+        return json_object(self.preferred_sampling_params, "preferred_sampling_params")
 
     @property
     def traces_to(self) -> str | None:
