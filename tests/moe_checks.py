@@ -114,17 +114,24 @@ def check_route_few(spec: RouterSpec, num_tokens: int, dtype: torch.dtype, devic
     exact_TE = x_TD.double() @ gate_ED.double().t()
     near = 2e-5 if dtype == torch.float32 or spec.gate_dtype == "float32" else 4e-2
     assert (gate_logits(x_TD, gate_ED, None, spec) - exact_TE).abs().max() < near
-    want = select_experts_ref(exact_TE.float(), spec, bias_E=bias_E, expert_scale_E=scale_E)
+    rest = {"bias_E": bias_E, "expert_scale_E": scale_E}
+    want = select_experts_ref(exact_TE.float(), spec, **rest)
     same_T = (got.ids_TK == want.ids_TK).all(1)
-    # A row is steady when logits moved by as much as rounding may move them give the same choice in the same order.
-    steady_T = torch.ones_like(same_T)
-    for _ in range(20):
-        moved_TE = exact_TE + near * torch.randn(exact_TE.shape, generator=generator, dtype=torch.float64).to(device)
-        moved = select_experts_ref(moved_TE.float(), spec, bias_E=bias_E, expert_scale_E=scale_E)
-        steady_T &= (moved.ids_TK == want.ids_TK).all(1)
+    steady_T = steady(exact_TE, near, spec, **rest)
     assert same_T[steady_T].all(), f"{(steady_T & ~same_T).sum()} of {steady_T.sum()} steady rows differ"
     assert steady_T.float().mean() > 0.9 or near > 1e-3, "too few rows say anything"
     torch.testing.assert_close(got.weights_TK[same_T], want.weights_TK[same_T], rtol=5 * near, atol=5 * near)
+
+
+def steady(exact_TE: torch.Tensor, near: float, spec: RouterSpec, **rest: torch.Tensor | None) -> torch.Tensor:
+    """bool [T]: logits moved by as much as rounding may move them (`near`) give the same choice in the same order."""
+    generator = torch.Generator().manual_seed(0)
+    want_TK = select_experts_ref(exact_TE.float(), spec, **rest).ids_TK
+    steady_T = torch.ones(len(exact_TE), dtype=torch.bool, device=exact_TE.device)
+    for _ in range(20):
+        noise_TE = torch.randn(exact_TE.shape, generator=generator, dtype=torch.float64).to(exact_TE.device)
+        steady_T &= (select_experts_ref((exact_TE + near * noise_TE).float(), spec, **rest).ids_TK == want_TK).all(1)
+    return steady_T
 
 
 def some_ids(kind: str, num_tokens: int, top_k: int, width: int, generator: torch.Generator) -> torch.Tensor:
