@@ -8,6 +8,8 @@ import tiny
 import torch
 from engine_tools import make_core, prompts, request, run
 
+from tracklayer.engine.operations import Operations
+
 pytestmark = pytest.mark.gpu
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -81,3 +83,29 @@ def test_no_waiting_for_the_device_in_the_steady_state(checkpoint):
             core.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backup", [False, True])
+def test_memory_on_loan_leaves_the_device_and_comes_back(checkpoint, backup):
+    """What is released is free for other processes; the same graphs' worth of work gives the same answers after."""
+    options = {"enable_memory_saver": True, "enable_weights_cpu_backup": backup, "max_total_tokens": 200_000}
+    core, before = results(checkpoint, dtype="bfloat16", **options)
+    operations = Operations(core)
+    sizes = core.memory.usage_bytes
+    assert min(sizes.values()) > 0
+    free = torch.cuda.mem_get_info()[0]
+    operations.release_memory()
+    assert core.runner.graphs is None and core.runner.mixed is None
+    gained = torch.cuda.mem_get_info()[0] - free
+    assert gained > 0.9 * (sizes["kv_cache"] + sizes["weights"]), (gained, sizes)
+    operations.resume_memory(["weights"])
+    assert core.runner.graphs is None, "graphs need the caches too"
+    operations.resume_memory(["kv_cache", "cuda_graph"])
+    assert core.runner.graphs is not None and core.runner.graphs.sizes
+    after = run(core, [request(str(i), p, tokens=NUM_NEW, return_logprob=True) for i, p in enumerate(PROMPTS)])
+    for rid, one in before.items():
+        assert after[rid].tokens == one.tokens and (after[rid].routes == one.routes).all()
+    for _ in range(3):  # nothing stays behind of each loan
+        operations.release_memory()
+        operations.resume_memory()
+    assert abs(torch.cuda.mem_get_info()[0] - free) < 64 << 20
