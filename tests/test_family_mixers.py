@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tracklayer.errors import CheckpointError
 from tracklayer.layers.recurrent_spec import RecurrentSpec
-from tracklayer.layers.spec import AttentionSpec, MLASpec
+from tracklayer.layers.spec import AttentionSpec, CompressedSpec, MLASpec
 from tracklayer.models import listing
 from tracklayer.models.registry import resolve
 from tracklayer.models.weights import Loader
@@ -22,6 +22,7 @@ FACTS = {
     "deepseek_v2": (60, range(1, 60), 160, 6, 60, 0),
     "deepseek_v3": (61, range(3, 61), 256, 8, 61, 0),
     "deepseek_v32": (61, range(3, 61), 256, 8, 61, 0),
+    "deepseek_v4": (43, range(43), 256, 6, 43, 0),
     "glm4_moe_lite": (47, range(1, 47), 64, 4, 47, 0),
     "longcat_flash": (28, range(28), 768, 12, 56, 0),
     "qwen3_next": (48, range(48), 512, 10, 12, 36),
@@ -45,7 +46,7 @@ def test_layer_axis_of_a_well_known_checkpoint(name):
     layers, moe, experts, top_k, attentions, recurrents = FACTS[name]
     assert (family.name, len(spec.layers), spec.moe_layers) == (name, layers, tuple(moe))
     assert {(router.num_logits, router.top_k) for router in spec.routers} == {(experts, top_k)}
-    assert len(spec.bodies(AttentionSpec)) + len(spec.bodies(MLASpec)) == attentions
+    assert sum(len(spec.bodies(kind)) for kind in (AttentionSpec, MLASpec, CompressedSpec)) == attentions
     assert len(spec.bodies(RecurrentSpec)) == recurrents
 
 
@@ -80,6 +81,20 @@ def test_deepseek_layers_by_stride_and_list():
     assert resolve(config_of("deepseek_v3", moe_layer_freq=4))[1].moe_layers == tuple(range(4, 61, 4))
     kinds = ["dense" if i % 2 else "sparse" for i in range(47)]
     assert resolve(config_of("glm4_moe_lite", mlp_layer_types=kinds))[1].moe_layers == tuple(range(0, 47, 2))
+
+
+def test_deepseek_v4_kinds_of_layers_and_hashed_experts():
+    """Published ratios, the last one an MTP layer's; the first three layers choose by token id and have no bias."""
+    _, spec = resolve(config_of("deepseek_v4"))
+    rates = [body.compressor and body.compressor.rate for body in spec.bodies(CompressedSpec)]
+    assert rates == [None, None, *[4, 128] * 20, 4]
+    assert [bool(router.hash_vocab) for router in spec.routers] == [True] * 3 + [False] * 40
+    assert [router.choice_bias for router in spec.routers] == [False] * 3 + [True] * 40
+    plain, far = (spec.bodies(CompressedSpec)[i].rope for i in (0, 2))
+    assert (plain.theta, plain.scaling, far.theta, far.scaling["attention_factor"]) == (1e4, None, 1.6e5, 1.0)
+    hashed = ["hash_moe", "moe"] * 21 + ["moe"]
+    _, listed = resolve(config_of("deepseek_v4", mlp_layer_types=hashed))
+    assert [bool(router.hash_vocab) for router in listed.routers] == [kind == "hash_moe" for kind in hashed]
 
 
 def test_a_dense_granite_hybrid_is_not_taken_for_a_moe():

@@ -20,7 +20,7 @@ PROMPTS = prompts(6)
 NUM_NEW = 12
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe", "deepseek_v4"])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     tiny.save(request.param, folder)

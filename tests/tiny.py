@@ -141,5 +141,43 @@ def ling_form(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Form:
     return out, {**config, "architectures": ["BailingMoeV2ForCausalLM"], "rms_norm_eps": 1e-5}
 
 
+def v4_form(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Form:
+    """DeepSeek-V4's published form: experts one by one, short names without a prefix, an MTP layer beside."""
+    names = {
+        r"^model\.": "",
+        r"^embed_tokens|^lm_head": lambda found: {"embed_tokens": "embed", "lm_head": "head"}[found[0]],
+        r"\bself_attn\b": "attn",
+        r"\bmlp\b": "ffn",
+        r"input_layernorm": "attn_norm",
+        r"post_attention_layernorm": "ffn_norm",
+        r"(attn|ffn)_hc\.": r"hc_\1_",
+        r"hc_head\.hc_": "hc_head_",
+        r"compressor\.indexer\.scorer\.weights_proj": "indexer.weights_proj",
+        r"compressor\.indexer\.q_b_proj": "indexer.wq_b",
+        r"compressor\.indexer\.": "indexer.compressor.",
+        r"compressor\.kv_norm": "compressor.norm",
+        r"position_bias": "ape",
+        r"q_a_norm": "q_norm",
+        r"sinks": "attn_sink",
+        r"attn\.(q_a|q_b|kv|o_a|o_b)_proj": r"attn.w\1",
+        r"compressor\.(kv|gate)_proj": r"compressor.w\1",
+        r"e_score_correction_bias": "bias",
+        r"shared_experts\.gate_proj": "shared_experts.w1",
+        r"shared_experts\.up_proj": "shared_experts.w3",
+        r"shared_experts\.down_proj": "shared_experts.w2",
+    }
+    out = {"mtp.0.norm.weight": torch.ones(4)}
+    for name, tensor in tensors.items():
+        for theirs, published in names.items():
+            name = re.sub(theirs, published, name)
+        base, found, part = name.partition("ffn.experts.")
+        for j, expert in enumerate(tensor if found else ()):
+            pieces = zip(("w1", "w3"), expert.chunk(2), strict=True) if part == "gate_up_proj" else [("w2", expert)]
+            out |= {f"{base}ffn.experts.{j}.{w}.weight": piece for w, piece in pieces}
+        if not found:
+            out[name] = tensor
+    return out, {**COMMON, **config, "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
+
+
 SPECIAL = {key: COMMON[key] for key in ("eos_token_id", "bos_token_id", "pad_token_id")}
-HUB_FORMS = {"step3p5": step_form, "bailing_moe_v2": ling_form}
+HUB_FORMS = {"step3p5": step_form, "bailing_moe_v2": ling_form, "deepseek_v4_published": v4_form}

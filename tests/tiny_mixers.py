@@ -174,6 +174,28 @@ MIXERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": {key: YARN[key] for key in YARN if "mscale" not in key and key != "rope_theta"},
         },
     ),
+    "deepseek_v4_published": (
+        "DeepseekV4Config",
+        "DeepseekV4ForCausalLM",
+        {
+            **{key: value for key, value in V4.items() if key != "partial_rotary_factor"},
+            "num_hidden_layers": 5,
+            "qk_rope_head_dim": 8,
+            "compress_ratios": [0, 4, 128, 0, 4, 0],  # the last is of an MTP layer
+            "compress_rate_csa": 3,
+            "compress_rate_hca": 8,
+            "num_hash_layers": 2,
+            "compress_rope_theta": 900.0,
+            "rope_theta": 300.0,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
     "kimi_k2": (
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",

@@ -188,7 +188,8 @@ class Compressed(nn.Module):
                 slots_tE, seen_tE = self._entries(rows_t, positions_t, entries, batch)
                 if index is not None and self.indexer is not None:
                     slots_tE, seen_tE = self._chosen(slots_tE, seen_tE, *(x[part] for x in index), cache_SX)
-                keys_tJD = torch.cat([keys_tJD, cache_SX[slots_tE, self.compressor.entry]], 1)
+                entries_tED = cache_SX[slots_tE, self.compressor.entry].masked_fill(~seen_tE[..., None], 0)
+                keys_tJD = torch.cat([keys_tJD, entries_tED], 1)
                 seen_tJ = torch.cat([seen_tJ, seen_tE], 1)
             keys_tJD = keys_tJD.to(q_TND.dtype)
             score_tNJ = (q_TND[part] @ keys_tJD.transpose(1, 2)).float() * spec.width**-0.5

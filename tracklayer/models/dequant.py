@@ -2,7 +2,8 @@
 
 A quantised weight arrives as several tensors, in any order and from any file: each is held until its companions are
 there, then the weight goes on under its plain name. The arithmetic is float32. Kinds, by `quantization_config`:
-    fp8                  X float8 and X_scale_inv (one scale per block, row or tensor): X * scale
+    fp8                  X float8 and X_scale_inv (one scale per block, row or tensor): X * scale. DeepSeek-V4:
+                         Y.scale is Y.weight's, experts in MXFP4 (int8 [N, K / 2], powers of two [N, K / 32])
     mxfp4                X_blocks uint8 [..., G, 16], X_scales uint8 [..., G]: 32 four-bit floats a group times a power
                          of two; experts come out transposed, [E, in, out], as GPT-OSS stores its plain ones
     compressed-tensors   X_packed int32 (eight four-bit integers, lowest first, offset 8), X_scale per group and row,
@@ -76,6 +77,10 @@ def _role(name: str, tensor: Tensor, method: str) -> tuple[str, str | None]:
     """(plain name, what the tensor is of it); None: the tensor is plain itself."""
     if tensor.dtype in FLOAT8:
         return name, "values"
+    if method == "fp8" and tensor.dtype == torch.int8:
+        return name, "packed fours"
+    if method == "fp8" and name.endswith(".scale") and tensor.dim() == 2:
+        return name.removesuffix("scale") + "weight", "scale"
     for suffix, role in SUFFIXES[method].items():
         # per_expert_scale and the like are weights of their own: companions hang on a weight or on stacked experts
         if name.endswith(suffix) and name.removesuffix(suffix).endswith(("weight", "_proj")):
@@ -88,12 +93,20 @@ def _needed(parts: dict[str, Tensor], method: str) -> set[str]:
         return {"blocks", "scales"}
     if method == "compressed-tensors" and "values" not in parts:
         return {"packed", "scale", "shape"}
-    return {"values", "scale"}
+    return {"packed fours" if "packed fours" in parts else "values", "scale"}
 
 
 def _build(base: str, parts: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
     if "blocks" in parts:
         return from_mxfp4(parts["blocks"], parts["scales"]).transpose(-1, -2)
+    if "packed fours" in parts:
+        blocks, scales = parts["packed fours"].view(torch.uint8), parts["scale"]
+        if scales.element_size() != 1 or 16 * scales.shape[-1] != blocks.shape[-1]:
+            raise CheckpointError(
+                f"{base!r}: {list(blocks.shape)} bytes of four-bit floats need one-byte scales of 32 values each, "
+                f"got {scales.dtype} {list(scales.shape)}"
+            )
+        return from_mxfp4(blocks.unflatten(-1, (-1, 16)), scales.view(torch.uint8))
     if "packed" in parts:
         return from_int4(base, parts, settings)
     return from_float8(parts["values"], parts["scale"], settings.get("weight_block_size"))

@@ -15,7 +15,7 @@ from typing import Any
 
 from tracklayer.kernels.topk import RouterSpec
 from tracklayer.layers.recurrent_spec import RecurrentSpec
-from tracklayer.layers.spec import MLASpec, MLPSpec, MoESpec
+from tracklayer.layers.spec import CompressedSpec, MLASpec, MLPSpec, MoESpec
 from tracklayer.models.registry import all_families
 from tracklayer.models.spec import Family, ModelSpec
 
@@ -63,6 +63,11 @@ def mixer_words(spec: Any) -> str:
         gate = f", gate per {spec.out_gate}" if spec.out_gate else ""
         chosen = f", the {spec.indexer.top_k} positions that an indexer chooses" if spec.indexer else ""
         return f"latent attention, {heads} over {spec.kv_lora_rank}{turned}{gate}{chosen}"
+    if isinstance(spec, CompressedSpec):
+        made, heads = spec.compressor, f"{spec.num_heads} heads over one key and value of {spec.width}"
+        chosen = f", the {made.indexer.top_k} that an indexer chooses" if made and made.indexer else ""
+        entries = f" and one entry for each {made.rate} tokens{chosen}" if made else ""
+        return f"{heads}, rope on {spec.rope.dim}, sinks, window {spec.window}{entries}"
     width = f"{spec.head_dim}" if spec.value_dim == spec.head_dim else f"{spec.head_dim}/{spec.value_dim}"
     rope = spec.rope
     turned = "" if rope is None or rope.dim == spec.head_dim else f" on {rope.dim}"

@@ -112,7 +112,7 @@ class Loader:
         return self.family.mtp_past_end and layer is not None and int(layer[1]) >= self.num_layers
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy each tensor into its part. Raises CheckpointError for an unknown name or a wrong shape."""
+        """Copy each tensor into its part. Raises CheckpointError for an unknown name, a wrong shape or no experts."""
         for theirs, ours, tensor in self._targets(tensors):
             if ours is None or ours not in self.parts:
                 if self.ignored.fullmatch(theirs) or self._past_end(theirs):
@@ -126,9 +126,20 @@ class Loader:
                 raise CheckpointError(
                     f"tensor {theirs!r} has shape {list(tensor.shape)}, the model needs {list(view.shape)}"
                 )
+            if not view.is_floating_point():
+                self._check_table(theirs, tensor)
             if not self.dry:
                 view.copy_(tensor)
             self.arrived[ours] = view.numel()
+
+    def _check_table(self, theirs: str, ids: Tensor) -> None:
+        """A table of experts by token id: nothing after this looks whether there are such experts."""
+        experts, (least, most) = self.spec.routers[0].num_experts, ids.aminmax()
+        if ids.is_floating_point() or least < 0 or most >= experts:
+            raise CheckpointError(
+                f"tensor {theirs!r} must name experts, whole numbers from 0 to {experts - 1}; it holds {ids.dtype} "
+                f"from {least.item()} to {most.item()}"
+            )
 
     def _targets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str | None, Tensor]]:
         """Each tensor with our name for it, or, if it is several of our parts in one, each of these."""
