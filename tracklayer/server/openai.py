@@ -141,6 +141,28 @@ def sglext(sample: Sample, body: OpenAIBody, service: Service) -> dict[str, Any]
     return found or None
 
 
+def whole(
+    kind: str,
+    body: OpenAIBody,
+    samples: list[Sample],
+    choices: list[dict[str, Any]],
+    service: Service,
+    *,
+    reasoning: int = 0,
+    extended: bool = True,
+) -> dict[str, Any]:
+    """A reply that is no stream. `extended` False: the choices themselves hold what the extension object would."""
+    first = samples[0]
+    extra = sglext(first, body, service) if extended else None
+    return {
+        **head(kind, body.model, first.rid),
+        "choices": choices,
+        "usage": usage(samples, first.request.sampling.n, service, reasoning),
+        "metadata": metadata(first, service),
+        **({"sglext": extra} if extra else {}),
+    }
+
+
 def completion_logprobs(
     chosen: Sequence[Triple], top: Sequence[Sequence[Triple] | None], *, with_top: bool
 ) -> dict[str, Any]:

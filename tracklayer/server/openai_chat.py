@@ -75,16 +75,11 @@ async def chat(request: Request) -> Response:
         source = await opened(request, service.frontend.stream(call))
         return EventStream(_events(service, body, source), source, request.url.path)
     samples = await unless_gone(request, service.frontend.generate(call))
-    first = samples[0]
-    out = openai.head(OBJECT, body.model, first.rid)
     readers = [ReplyReader(body, service, s.request) for s in samples]
-    out["choices"] = [_choice(service, s, body, reader) for s, reader in zip(samples, readers, strict=True)]
+    choices = [_choice(service, s, body, reader) for s, reader in zip(samples, readers, strict=True)]
     reasoning = sum(r.reasoning_tokens(s.output_ids) for r, s in zip(readers, samples, strict=True))
-    out["usage"] = openai.usage(samples, first.request.sampling.n, service, reasoning)
-    out["metadata"] = openai.metadata(first, service)
-    # with return_meta_info the routes are in each choice's meta_info instead
-    extra = None if body.return_meta_info else openai.sglext(first, body, service)
-    return answer(out | ({"sglext": extra} if extra else {}))
+    extended = not body.return_meta_info  # then the routes are in each choice's meta_info
+    return answer(openai.whole(OBJECT, body, samples, choices, service, reasoning=reasoning, extended=extended))
 
 
 def _choice(service: Service, sample: Sample, body: ChatBody, reader: ReplyReader) -> dict[str, Any]:

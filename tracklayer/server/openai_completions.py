@@ -54,13 +54,8 @@ async def completions(request: Request) -> Response:
         source = await opened(request, service.frontend.stream(call))
         return EventStream(_events(service, body, source), source, request.url.path)
     samples = await unless_gone(request, service.frontend.generate(call))
-    first = samples[0]
-    out = openai.head(OBJECT, body.model, first.rid)
-    out["choices"] = [_choice(service, s, body, Shown()) for s in samples]
-    out["usage"] = openai.usage(samples, first.request.sampling.n, service)
-    out["metadata"] = openai.metadata(first, service)
-    extra = openai.sglext(first, body, service)
-    return answer(out | ({"sglext": extra} if extra else {}))
+    choices = [_choice(service, s, body, Shown()) for s in samples]
+    return answer(openai.whole(OBJECT, body, samples, choices, service))
 
 
 def _choice(service: Service, sample: Sample, body: CompletionBody, shown: Shown) -> dict[str, Any]:
