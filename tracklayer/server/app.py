@@ -9,6 +9,7 @@ import tracklayer
 from tracklayer.errors import TracklayerError
 from tracklayer.server import control, inference, info, native, openai_chat, openai_completions, page
 from tracklayer.server.config import ServerConfig
+from tracklayer.server.docs import Application
 from tracklayer.server.errors import on_fault, on_http_error, on_tracklayer_error
 from tracklayer.server.gate import Gate
 from tracklayer.server.service import Service
@@ -19,7 +20,7 @@ ROUTERS = (native, openai_completions, openai_chat, inference, control, info, pa
 
 def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     """The ASGI application. Until `app.state.service` is set it answers 503."""
-    app = FastAPI(title="Tracklayer", version=tracklayer.__version__, docs_url="/docs", redoc_url=None)
+    app = Application(title="Tracklayer", version=tracklayer.__version__, docs_url="/docs", redoc_url=None)
     app.state.service = service
     for module in ROUTERS:
         app.include_router(module.router)

@@ -45,9 +45,13 @@ def _outcome(outcome: Outcome, **more: Any) -> Response:
     return response
 
 
-@router.api_route("/flush_cache", methods=BOTH)
-async def flush_cache(request: Request, timeout: str = "0") -> Response:
+_TIMEOUT = {"name": "timeout", "in": "query", "schema": {"type": "number", "minimum": 0, "maximum": 3600}}
+
+
+@router.api_route("/flush_cache", methods=BOTH, openapi_extra={"parameters": [_TIMEOUT]})
+async def flush_cache(request: Request) -> Response:
     """Empty the prefix cache, waiting up to `timeout` seconds for requests to end."""
+    timeout = request.query_params.get("timeout", "0")
     try:
         timeout_s = float(timeout)
     except ValueError:
@@ -96,9 +100,9 @@ async def update_weights_from_disk(request: Request) -> Response:
     return _outcome(outcome, num_paused_requests=0)
 
 
-@router.api_route("/begin_weight_update", methods=["POST"])
-@router.api_route("/end_weight_update", methods=["POST"])
-@router.api_route("/post_process_weights", methods=["POST"])
+@router.post("/begin_weight_update", openapi_extra=body_of(protocol.EmptyBody, required=False))
+@router.post("/end_weight_update", openapi_extra=body_of(protocol.EmptyBody, required=False))
+@router.post("/post_process_weights", openapi_extra=body_of(protocol.EmptyBody, required=False))
 async def bracket(request: Request) -> Response:
     """Brackets around updates that some clients send; updates here need none."""
     await _body(request, protocol.EmptyBody)
@@ -113,7 +117,15 @@ async def update_weight_version(request: Request) -> Response:
     return _outcome(outcome, new_version=body.new_version)
 
 
-@router.api_route("/get_weights_by_name", methods=BOTH)
+_NAME = {"name": "name", "in": "query", "schema": {"type": "string"}}
+_SIZE = {"name": "truncate_size", "in": "query", "schema": {"type": "integer", "minimum": 0}}
+
+
+@router.api_route(
+    "/get_weights_by_name",
+    methods=BOTH,
+    openapi_extra=body_of(protocol.WeightNameBody, required=False) | {"parameters": [_NAME, _SIZE]},
+)
 async def get_weights_by_name(request: Request) -> Response:
     """The first `truncate_size` rows of a weight, by its checkpoint name (in the body or the query)."""
     query = request.query_params
@@ -128,7 +140,9 @@ async def get_weights_by_name(request: Request) -> Response:
     return answer(await service_of(request).control.get_weights_by_name(body.name, size_of))
 
 
-@router.api_route("/release_memory_occupation", methods=BOTH)
+@router.api_route(
+    "/release_memory_occupation", methods=BOTH, openapi_extra=body_of(protocol.MemoryBody, required=False)
+)
 async def release_memory(request: Request) -> Response:
     """Give the memory of the tags kv_cache, weights, cuda_graph (none named: all) back; new requests wait."""
     body = await _body(request, protocol.MemoryBody)
@@ -136,7 +150,7 @@ async def release_memory(request: Request) -> Response:
     return answer(None)
 
 
-@router.api_route("/resume_memory_occupation", methods=BOTH)
+@router.api_route("/resume_memory_occupation", methods=BOTH, openapi_extra=body_of(protocol.MemoryBody, required=False))
 async def resume_memory(request: Request) -> Response:
     """Take released memory again; what waited goes on when all of it is back."""
     body = await _body(request, protocol.MemoryBody)
@@ -144,7 +158,7 @@ async def resume_memory(request: Request) -> Response:
     return answer(None)
 
 
-@router.api_route("/weights_checker", methods=BOTH)
+@router.api_route("/weights_checker", methods=BOTH, openapi_extra=body_of(protocol.WeightsCheckerBody, required=False))
 async def weights_checker(request: Request) -> Response:
     """Checksums of the weights; or snapshot, reset_tensors and compare around an update."""
     body, control = await _body(request, protocol.WeightsCheckerBody), service_of(request).control
@@ -152,7 +166,7 @@ async def weights_checker(request: Request) -> Response:
     return _outcome((success, message), **more)
 
 
-@router.api_route("/start_profile", methods=BOTH)
+@router.api_route("/start_profile", methods=BOTH, openapi_extra=body_of(protocol.ProfileBody, required=False))
 async def start_profile(request: Request) -> Response:
     """Profile the engine's steps with torch's profiler; a body of another kind (a generation's) asks for nothing."""
     body = await _body(request, protocol.ProfileBody)
@@ -186,6 +200,6 @@ async def not_built(request: Request) -> Response:
 
 
 for _path in NOT_BUILT:
-    router.add_api_route(_path, not_built, methods=BOTH)
+    router.add_api_route(_path, not_built, methods=BOTH, include_in_schema=False)
 
 CONTROL_PATHS = frozenset(route.path for route in router.routes)  # type: ignore[attr-defined]

@@ -1,10 +1,121 @@
-"""The OpenAPI document's request bodies: endpoints read raw bodies (limits, own error shapes) and declare them here."""
+"""The OpenAPI document: endpoints read raw bodies and answer raw replies (own limits and errors); both are told here."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+
+from tracklayer.server import reply_bodies as replies
 from tracklayer.server.protocol import Body
+
+TEXT, JSON, EVENTS, MSGPACK = "text/plain", "application/json", "text/event-stream", "application/x-msgpack"
+STRING = {"type": "string"}
+
+# path -> what a 200 holds, as JSON
+ANSWERS: dict[str, Any] = {
+    "/generate": replies.Generated | list[replies.Generated],
+    "/v1/completions": replies.Completion,
+    "/v1/chat/completions": replies.ChatCompletion,
+    "/inference/v1/generate": replies.Inference,
+    "/tokenize": replies.Tokens,
+    "/detokenize": replies.Text,
+    "/v1/models": replies.Cards,
+    "/v1/models/{name}": replies.Card,
+    "/model_info": replies.ModelInfo,
+    "/get_model_info": replies.ModelInfo,
+    "/server_info": replies.ServerInfo,
+    "/get_server_info": replies.ServerInfo,
+    "/v1/loads": replies.Loads,
+    "/get_load": list[replies.OldLoad],
+    "/weight_version": replies.Version,
+    "/get_weight_version": replies.Version,
+    "/expert_load": replies.ExpertCounts,
+    "/pause_generation": replies.Done,
+    "/continue_generation": replies.Done,
+    "/update_weights_from_disk": replies.Outcome,
+    "/begin_weight_update": replies.Outcome,
+    "/end_weight_update": replies.Outcome,
+    "/post_process_weights": replies.Outcome,
+    "/update_weight_version": replies.Outcome,
+    "/weights_checker": replies.Outcome,
+    "/get_weights_by_name": list[Any],
+    "/release_memory_occupation": None,
+    "/resume_memory_occupation": None,
+}
+IN_TEXT = ("/flush_cache", "/start_profile", "/stop_profile", "/freeze_gc", "/metrics")
+STREAMED = ("/generate", "/v1/completions", "/v1/chat/completions")
+UNFOUND = ("/v1/models/{name}", "/metrics")
+HEALTH = ("/health", "/health_generate", "/ready", "/ping")
+# status -> (what it means, body). Native endpoints answer 400 in more than one shape.
+ERRORS: dict[str, tuple[str, Any]] = {
+    "400": ("what was asked can not succeed", replies.FlatError | replies.ErrorBody | replies.Outcome),
+    "401": ("no key", replies.ErrorBody),
+    "403": ("wrong key", replies.ErrorBody),
+    "404": ("not here", replies.FlatError | replies.ErrorBody),
+    "413": ("the body is too large", replies.FlatError),
+    "500": ("a fault of the server", replies.FlatError),
+    "503": ("loading, stopping, or too much waits: try later", replies.FlatError),
+}
+
+
+class Application(FastAPI):
+    """A FastAPI whose document tells what the endpoints really answer."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of one id for GET and POST, which `_describe` mends
+                document = super().openapi()
+            schemas: dict[str, Any] = {}
+            for path, operations in document["paths"].items():
+                for method, operation in operations.items():
+                    _describe(path, method, operation, schemas)
+            document["components"] = {"schemas": schemas}
+            self.openapi_schema = document
+        return self.openapi_schema
+
+
+def _describe(path: str, method: str, operation: dict[str, Any], schemas: dict[str, Any]) -> None:
+    """Write the operation's id and replies; named schemas go into `schemas`."""
+    operation["operationId"] = f"{method}_{path.strip('/').replace('/', '_')}"
+    operation["responses"] = {"200": {"description": "done"}}
+    content = dict(_content(path, schemas))
+    if content:
+        operation["responses"]["200"]["content"] = content
+    for status in _statuses(path):
+        meaning, kind = ERRORS[status]
+        body = {JSON: {"schema": _schema(kind, schemas)}}
+        if path == "/flush_cache" and status == "400":
+            body[TEXT] = {"schema": STRING}
+        operation["responses"][status] = {"description": meaning, "content": body}
+
+
+def _content(path: str, schemas: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if path in ANSWERS:
+        yield JSON, {"schema": _schema(ANSWERS[path], schemas)}
+    if path in IN_TEXT:
+        yield TEXT, {"schema": STRING}
+    if path in STREAMED:
+        yield EVENTS, {"schema": STRING}
+    if path == "/generate":
+        yield MSGPACK, {"schema": {"type": "string", "format": "binary"}}
+
+
+def _statuses(path: str) -> Iterator[str]:
+    for status in ERRORS:
+        health = path in HEALTH and status in ("400", "401", "403", "413")
+        if not health and (status != "404" or path in UNFOUND):
+            yield status
+
+
+def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+    schema = TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(schema.pop("$defs", {}))
+    return schema
 
 
 def body_of(kind: type[Body], *, required: bool = True) -> dict[str, Any]:

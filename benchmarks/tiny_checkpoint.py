@@ -1,6 +1,6 @@
 """A model that costs nothing, with a tokenizer and a chat template, for runs that are about the server.
 
-    python benchmarks/clients/tiny_checkpoint.py DIR
+    python benchmarks/tiny_checkpoint.py DIR
     tracklayer serve DIR --load-format dummy --enable-return-routed-experts
 
 Four MoE layers of 16 experts, top-4; weights are the server's to draw (--load-format dummy). Each id of the vocabulary

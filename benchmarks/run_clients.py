@@ -1,7 +1,7 @@
 """Unmodified clients of SGLang, vLLM and OpenAI against this server, each with what must hold afterwards.
 
     python -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm          # the line that `--list` shows for the client
-    python benchmarks/clients/run.py vllm-completions vllm-chat --python /tmp/vllm/bin/python
+    python benchmarks/run_clients.py vllm-completions vllm-chat --python /tmp/vllm/bin/python
 
 Starts two servers over the tiny checkpoint (tiny_checkpoint.py) on free ports, runs the named clients with the given
 interpreter (default: this one), and checks what they report. No GPU and no network is needed by any of them. One line
@@ -14,17 +14,17 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from server_process import serving
 from tiny_checkpoint import write
 
 HERE = Path(__file__).parent
@@ -221,34 +221,6 @@ CLIENTS: dict[str, Client] = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-@contextlib.contextmanager
-def serving(model: Path) -> Iterator[str]:
-    """URL of a server over the checkpoint; ends it afterwards."""
-    port = free_port()
-    flags = ["--load-format", "dummy", "--random-seed", "1", "--max-total-tokens", "20000", "--enable-metrics"]
-    flags += ["--enable-return-routed-experts", "--return-routed-experts-by-default", "--log-level", "warning"]
-    command = [sys.executable, "-m", "tracklayer.launch_server", "--model-path", str(model), "--port", str(port)]
-    server = subprocess.Popen(command + flags)
-    try:
-        while True:
-            if server.poll() is not None:
-                raise SystemExit(f"the server ended with status {server.returncode}")
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    break
-            time.sleep(0.3)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
 def run(name: str, place: Place, limit_s: float) -> dict[str, Any]:
     """Run one client; {"ok": bool, "seconds": float, ...}. Its output is shown where it failed."""
     client = CLIENTS[name]
@@ -288,7 +260,8 @@ def main() -> int:
                 shown = " ".join(part if "\n" not in part else "'...'" for part in line)
                 print(f"{name}\n  pip install {client.install}\n  python {shown.replace(str(root / name), 'OUT')}")
             return 0
-        url, other = stack.enter_context(serving(model)), stack.enter_context(serving(model))
+        flags = ("--max-total-tokens", "20000", "--enable-metrics", "--return-routed-experts-by-default")
+        url, other = (stack.enter_context(serving(model, *flags))[0] for _ in range(2))
         for name in a.clients or CLIENTS:
             results[name] = run(name, Place(url, other, model, root / name, a.python), a.limit_s)
             print(name, results[name], flush=True)
