@@ -294,3 +294,14 @@ async def test_routes_by_default_for_gateways_that_drop_the_field():
     with pytest.raises(UserError, match="--enable-return-routed-experts"):
         async with serving(facts=info(400, recording=False), return_routed_experts_by_default=True):
             pass
+
+
+async def test_an_event_is_one_line_for_every_reader():
+    """Some clients split streams as Python splits lines, also at U+0085, U+2028 and U+2029."""
+    text = "a\u2028b\x85c\u2029 \u00e9 \U0001f642 \x0b\x1c"
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    async with serving(fixed_script(ids)) as (client, _, _):
+        body = {"text": "x", "stream": True, "sampling_params": {**GREEDY, "max_new_tokens": len(ids)}}
+        async with client.stream("POST", "/generate", json=body) as reply:
+            lines = [line async for line in reply.aiter_lines() if line]
+    assert json.loads(lines[-2][6:])["text"] == text and lines[-1] == "data: [DONE]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Generic, TypeVar
 
@@ -51,8 +52,16 @@ def _explain(error: ValidationError) -> str:
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False)
 
 
+# Readers that split a stream as Python splits lines would cut an event at these, inside a string.
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+
+
 def to_json(value: Any) -> bytes:
-    return _ENCODER.encode(value).encode()
+    """One line of JSON, whatever a reader takes for the end of a line."""
+    text = _ENCODER.encode(value)
+    if not text.isascii():
+        text = _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text.encode()
 
 
 def wants_msgpack(request: Request) -> bool:
