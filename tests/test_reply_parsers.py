@@ -9,7 +9,7 @@ import pytest
 
 from tracklayer.errors import UserError
 from tracklayer.server.reasoning_parsers import REASONING_FORMATS, ReasoningParser, reasoning_tokens
-from tracklayer.server.tool_formats import TOOL_FORMATS
+from tracklayer.server.tool_formats import TOOL_FORMATS, told_by
 from tracklayer.server.tool_parsers import ForcedParser, ToolParser, forced_schema
 
 TOOLS = [
@@ -33,6 +33,12 @@ GLM = [f"<tool_call>weather\n{args}</tool_call>" for args in GLM_ARGS]
 CODER_ARGS = [xml("<parameter={}>\n", "\n</parameter>", *a) for a in ASKED]
 CODER = [f"<tool_call>\n<function=weather>\n{args}</function>\n</tool_call>" for args in CODER_ARGS]
 INVOKE = ['<invoke name="weather">\n' + xml('<parameter name="{}">', "</parameter>", *a) + "</invoke>\n" for a in ASKED]
+TAG = "\uff5cDSML\uff5c"
+DSML = "<\uff5cDSML\uff5c{0}>\n" + "\n".join(
+    f'<{TAG}invoke name="weather">\n<{TAG}parameter name="city" string="true">{city}</{TAG}parameter>\n'
+    f'<{TAG}parameter name="days" string="false">{days}</{TAG}parameter>\n</{TAG}invoke>'
+    for city, days in ASKED
+) + "\n</\uff5cDSML\uff5c{0}>"  # fmt: skip
 TWO_CALLS = {
     "hermes": f"<tool_call>\n{JSON_PARIS}\n</tool_call>\n<tool_call>\n{JSON_BERLIN}\n</tool_call>",
     "qwen": f"<tool_call>{JSON_PARIS}</tool_call><tool_call>{JSON_BERLIN}</tool_call>",
@@ -49,7 +55,12 @@ TWO_CALLS = {
     "kimi_k2": "<|tool_calls_section_begin|>" + "".join(
         f"<|tool_call_begin|>functions.weather:{i}<|tool_call_argument_begin|>{a}<|tool_call_end|>"
         for i, a in enumerate((ARGS_PARIS, ARGS_BERLIN))) + "<|tool_calls_section_end|>",
-    "glm45": "\n".join(GLM),
+    **dict.fromkeys(("glm", "glm45"), "\n".join(GLM)),
+    "glm47": "".join(GLM).replace("\n", ""),
+    "hunyuan": "<tool_calls>\n" + "\n".join(GLM).replace("weather\n", "weather<tool_sep>\n") + "\n</tool_calls>",
+    "deepseekv32": DSML.format("function_calls"),
+    "deepseekv4": DSML.format("tool_calls"),
+    **dict.fromkeys(("mimo", "step3p5"), "".join(c.replace(">\n", ">") for c in CODER)),
     "qwen3_coder": "\n".join(CODER),
     "minimax-m2": f"<minimax:tool_call>\n{''.join(INVOKE)}</minimax:tool_call>\n",
     "gpt-oss": "".join(
@@ -119,6 +130,8 @@ def test_details_of_forms():
     assert tools("glm45", ["<tool_call>now</tool_call>"])[1] == [("now", {})]
     _, calls = run(ToolParser(TOOL_FORMATS["kimi_k2"], TOOLS), [TWO_CALLS["kimi_k2"]])
     assert [c.id for c in calls] == ["functions.weather:0", "functions.weather:1"]
+    loose = f'<{TAG}tool_calls><{TAG}invoke name="x">{{"a": 1}}</{TAG}invoke></{TAG}tool_calls>'
+    assert tools("deepseekv4", [loose]) == ("", [("x", {"a": 1})])
     deep = "<tool_call>" + "[" * 100000 + "</tool_call>"
     assert tools("hermes", [deep]) == (deep, [])
 
@@ -219,3 +232,14 @@ MARKERS = {"<think>": [1], "</think>": [2], "<tool_call>": [3], "<|end|>": [4], 
 )
 def test_reasoning_tokens_are_counted_by_their_markers(name, inside, ids, count):
     assert reasoning_tokens(REASONING_FORMATS[name], ids, inside, MARKERS.__getitem__) == count
+
+
+def test_a_chat_template_tells_its_form():
+    """Each form's own example is what a template that teaches it holds."""
+    same = {"qwen": "hermes", "qwen25": "hermes", "mimo": "qwen3_coder", "step3p5": "qwen3_coder", "glm": "glm45",
+            "glm47": "glm45"}  # fmt: skip
+    for name, example in TWO_CALLS.items():
+        assert told_by(f"{{% if tools %}}{example}{{% endif %}}") == same.get(name, name)
+    for template in (None, "", "{{ messages }}"):
+        with pytest.raises(UserError, match="name one"):
+            told_by(template)

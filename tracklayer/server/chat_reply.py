@@ -45,7 +45,7 @@ class ReplyReader:
         if is_forced(body):
             self._tools = ForcedParser(body.tools or [], stream=bool(body.stream))
         elif reads_tools(body, service):
-            form_of_calls = TOOL_FORMATS[service.config.tool_call_parser or ""]
+            form_of_calls = TOOL_FORMATS[service.tool_call_parser or ""]
             self._tools = ToolParser(form_of_calls, body.tools or [], stream=bool(body.stream))
         self.num_calls = 0
 
@@ -93,7 +93,7 @@ def is_forced(body: ChatBody) -> bool:
 
 
 def reads_tools(body: ChatBody, service: Service) -> bool:
-    return bool(body.tools) and body.tool_choice != "none" and service.config.tool_call_parser is not None
+    return bool(body.tools) and body.tool_choice != "none" and service.tool_call_parser is not None
 
 
 def reply_params(body: ChatBody, service: Service) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def reply_params(body: ChatBody, service: Service) -> dict[str, Any]:
         raise UserError(f"tool_choice must be auto, none, required or a function, got {body.tool_choice!r:.80}")
     forms: list[Any] = []
     if reads_tools(body, service):
-        forms.append(TOOL_FORMATS[service.config.tool_call_parser or ""])
+        forms.append(TOOL_FORMATS[service.tool_call_parser or ""])
     if service.config.reasoning_parser and body.separate_reasoning is not False:
         forms.append(REASONING_FORMATS[service.config.reasoning_parser])
     return {"skip_special_tokens": False} if any(form.special for form in forms) else {}

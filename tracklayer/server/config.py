@@ -33,7 +33,9 @@ class ServerConfig:
     preferred_sampling_params: str = flag("{}", "JSON object laid under every /generate request's sampling_params")
     allow_auto_truncate: bool = flag(False, "cut prompts and lengths that do not fit instead of refusing them")
     tool_call_parser: str | None = flag(
-        None, "how this model writes calls of tools; default: they stay text", choices=(None, *TOOL_FORMATS)
+        None,
+        "how this model writes calls of tools; auto: by its chat template; default: they stay text",
+        choices=(None, "auto", *TOOL_FORMATS),
     )
     reasoning_parser: str | None = flag(
         None, "how this model marks its reasoning; default: it stays text", choices=(None, *REASONING_FORMATS)

@@ -38,7 +38,7 @@ async def model_info(request: Request) -> Response:
     own = {
         "load_format": service.engine_config.load_format,
         "reasoning_parser": service.config.reasoning_parser,
-        "tool_call_parser": service.config.tool_call_parser,
+        "tool_call_parser": service.tool_call_parser,
     }
     return answer(service.control.model_info(service.served_name, service.tokenizer_path) | own)
 

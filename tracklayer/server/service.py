@@ -23,6 +23,7 @@ from tracklayer.server.config import ServerConfig
 from tracklayer.server.expert_load import ExpertLoad
 from tracklayer.server.metrics import Metrics
 from tracklayer.server.request_log import Observers, RequestLog
+from tracklayer.server.tool_formats import told_by
 from tracklayer.server.tracing import Tracing, exporter_to
 
 ROUTE_FORMATS = ("int32", "packed", "npy")
@@ -42,6 +43,7 @@ class Service:
     expert_load: ExpertLoad
     chat_defaults: dict[str, Any]
     launch_command: str = ""
+    tool_call_parser: str | None = None  # by name, no longer auto
     started: float = field(default_factory=time.time)
     startup_s: float = 0.0
     stopping: bool = False
@@ -131,7 +133,10 @@ def build_service(
     )
     load = ExpertLoad(len(client.info.layer_ids), client.info.num_experts)
     defaults = generation_defaults(engine_config.model_path) if config.sampling_defaults == "model" else {}
-    return Service(frontend, control, config, engine_config, metrics, load, defaults, launch_command)
+    form = config.tool_call_parser
+    if form == "auto":
+        form = told_by(tokenizer.chat_template if tokenizer else None)
+    return Service(frontend, control, config, engine_config, metrics, load, defaults, launch_command, form)
 
 
 def generation_defaults(model_path: str) -> dict[str, Any]:

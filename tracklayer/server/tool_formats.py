@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any
+
+from tracklayer.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +16,8 @@ class ToolFormat:
     """How a family writes its calls: between `begin` and `end` (None: to the end of the reply).
 
     call: groups `name` and `args` of each call; None: JSON objects with name and arguments (or parameters).
-    parameter: groups `key` and `value` in args that are not JSON. drops: markers around calls.
+    parameter: groups `key` and `value` in args that are not JSON, and `text`, "true" where the value is text whatever
+    it looks like. drops: markers around calls.
     bare: a reply that begins with "{" may be a call without `begin`. special: markers are special tokens.
     """
 
@@ -27,6 +31,29 @@ class ToolFormat:
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
+ARG_PAIRS = r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+GLM = ToolFormat("<tool_call>", "</tool_call>", call=r"\s*(?P<name>[^\s<]+)\s*(?P<args>.*)", parameter=ARG_PAIRS)
+CODER = ToolFormat(
+    "<tool_call>",
+    "</tool_call>",
+    call=r"\s*<function=(?P<name>[^>\n]+)>(?P<args>.*?)</function>\s*",
+    parameter=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+)
+
+
+def dsml(section: str) -> ToolFormat:
+    """DeepSeek's tags, in a section of this name."""
+    tag = "\uff5cDSML\uff5c"
+    return ToolFormat(
+        f"<{tag}{section}>",
+        f"</{tag}{section}>",
+        call=rf'\s*<{tag}invoke\s+name="(?P<name>[^"]+)"\s*>(?P<args>.*?)</{tag}invoke>\s*',
+        parameter=rf'<{tag}parameter\s+name="(?P<key>[^"]+)"\s+string="(?P<text>true|false)"\s*>(?P<value>.*?)'
+        rf"</{tag}parameter>",
+        special=True,
+    )
+
+
 DEEPSEEK_SECTION = ("<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>")
 TOOL_FORMATS = {
     "deepseekv3": ToolFormat(
@@ -43,12 +70,11 @@ TOOL_FORMATS = {
         drops=DEEPSEEK_SECTION,
         special=True,
     ),
-    "glm45": ToolFormat(
-        "<tool_call>",
-        "</tool_call>",
-        call=r"\s*(?P<name>[^\s<]+)\s*(?P<args>.*)",
-        parameter=r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-    ),
+    "deepseekv32": dsml("function_calls"),
+    "deepseekv4": dsml("tool_calls"),
+    "glm": GLM,
+    "glm45": GLM,
+    "glm47": GLM,
     "gpt-oss": ToolFormat(
         "<|channel|>commentary to=functions.",
         "<|call|>",
@@ -56,6 +82,14 @@ TOOL_FORMATS = {
         special=True,
     ),
     "hermes": HERMES,
+    "hunyuan": ToolFormat(
+        "<tool_call>",
+        "</tool_call>",
+        call=r"\s*(?P<name>[^\s<]+)\s*<tool_sep>(?P<args>.*)",
+        parameter=ARG_PAIRS,
+        drops=("<tool_calls>", "</tool_calls>"),
+        special=True,
+    ),
     "kimi_k2": ToolFormat(
         "<|tool_call_begin|>",
         "<|tool_call_end|>",
@@ -70,16 +104,37 @@ TOOL_FORMATS = {
         call=r'\s*<invoke name="?(?P<name>[^">]+)"?>(?P<args>.*?)</invoke>\s*',
         parameter=r'<parameter name="?(?P<key>[^">]+)"?>(?P<value>.*?)</parameter>',
     ),
+    "mimo": CODER,
     "mistral": ToolFormat("[TOOL_CALLS]", None, special=True),
     "qwen": HERMES,
     "qwen25": HERMES,
-    "qwen3_coder": ToolFormat(
-        "<tool_call>",
-        "</tool_call>",
-        call=r"\s*<function=(?P<name>[^>\n]+)>(?P<args>.*?)</function>\s*",
-        parameter=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
-    ),
+    "qwen3_coder": CODER,
+    "step3p5": CODER,
 }
+# What a chat template holds when its family writes calls so; the first that fits wins.
+TELLS = (
+    (("<tool_sep>", "<arg_key>"), "hunyuan"),
+    (("<arg_key>",), "glm45"),
+    (("\uff5cDSML\uff5c", "function_calls"), "deepseekv32"),
+    (("\uff5cDSML\uff5c", "tool_calls"), "deepseekv4"),
+    (("<\uff5ctool▁call▁begin\uff5c>", "```json"), "deepseekv3"),
+    (("<\uff5ctool▁call▁begin\uff5c>",), "deepseekv31"),
+    (("<|tool_call_begin|>",), "kimi_k2"),
+    (("<minimax:tool_call>",), "minimax-m2"),
+    (("to=functions.",), "gpt-oss"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|python_tag|>",), "llama3"),
+    (("<function=", "<tool_call>"), "qwen3_coder"),
+    (("<tool_call>",), "hermes"),
+)
+
+
+def told_by(template: str | None) -> str:
+    """The name of the form that a chat template teaches its model. Raises UserError when it shows none."""
+    for words, name in TELLS:
+        if template and all(word in template for word in words):
+            return name
+    raise UserError("--tool-call-parser auto: the chat template shows no form of calls that is known; name one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +165,11 @@ def merged(calls: list[ToolCall]) -> list[ToolCall]:
     return found
 
 
-def typed(text: str, schema: Any) -> Any:
-    """A value that was written without quotes: text where the schema says so, else what JSON makes of it."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
+def value_of(found: re.Match[str], schema: dict[str, Any]) -> Any:
+    """A parameter's value, written without quotes: text where it or the tool's schema says so, else JSON if it is."""
+    text, said = found["value"], found.groupdict().get("text")
+    own = (schema.get("properties") or {}).get(found["key"])
+    if said == "true" or (said is None and isinstance(own, dict) and own.get("type") == "string"):
         return text
     try:
         return json.loads(text)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tracklayer.errors import UserError
 from tracklayer.server.markers import Cutter
-from tracklayer.server.tool_formats import HERMES, ToolCall, ToolFormat, new_id, typed
+from tracklayer.server.tool_formats import HERMES, ToolCall, ToolFormat, new_id, value_of
 from tracklayer.server.tool_pieces import CallPieces
 
 _MISTRAL_ARGS = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[ARGS\])?\s*(?={)")
@@ -145,14 +145,13 @@ def read_calls(form: ToolFormat, body: str, schemas: dict[str, Any]) -> list[Too
 
 def _arguments(form: ToolFormat, text: str, schema: dict[str, Any]) -> str | None:
     """Arguments as JSON text; None when they are none."""
-    if form.parameter is None:
+    if form.parameter is None or text.lstrip().startswith("{"):
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return None
         return text.strip() if isinstance(value, dict) else None
-    properties = schema.get("properties") or {}
-    found = {m["key"]: typed(m["value"], properties.get(m["key"])) for m in re.finditer(form.parameter, text, re.S)}
+    found = {m["key"]: value_of(m, schema) for m in re.finditer(form.parameter, text, re.S)}
     left = re.sub(form.parameter, "", text, flags=re.S)
     return None if left.strip() else json.dumps(found, ensure_ascii=False)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tracklayer.server.tool_formats import ToolCall, ToolFormat, new_id, typed
+from tracklayer.server.tool_formats import ToolCall, ToolFormat, new_id, value_of
 
 HEAD_CHARACTERS = 4096  # a call whose name has not come by then is read when it is whole
 JSON_HEADS = (
@@ -153,7 +153,6 @@ class CallPieces:
             self._state = None
             return ToolCall(None, "}" if self._keys else "{}")
         self._text = self._text[found.end() :]
-        value = typed(found["value"], (self._schema.get("properties") or {}).get(found["key"]))
-        pair = json.dumps({found["key"]: value}, ensure_ascii=False)[1:-1]
+        pair = json.dumps({found["key"]: value_of(found, self._schema)}, ensure_ascii=False)[1:-1]
         self._keys += 1
         return ToolCall(None, ("{" if self._keys == 1 else ", ") + pair)
