@@ -22,8 +22,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-
-sys.path.insert(0, str(Path(__file__).parent / "clients"))
 from tiny_checkpoint import write
 
 WAYS = {"in the server": "--no-engine-process", "of its own": "--engine-process"}
