@@ -2,8 +2,9 @@
 
     python benchmarks/soak.py --model DIR --seconds 120
 
-Starts the server on a free port, runs workers (plain and streamed requests, n > 1, shared prefixes, stop strings,
-aborts, disconnects, bad bodies, pauses, flushes), and watches memory and file descriptors of the server's processes.
+DIR: a small checkpoint with a tokenizer and a chat template, such as benchmarks/tiny_checkpoint.py makes (its weights
+are dummies). Starts the server on a free port, runs workers (plain, streamed and chat requests, n > 1, shared prefixes,
+stop strings, aborts, disconnects, bad bodies, pauses, flushes), and watches memory and descriptors of its processes.
 Fails (status 1) when a request is not answered as it must be, a page or descriptor is left, or memory still grows
 after the first third. The last line is JSON.
 """
@@ -14,14 +15,13 @@ import argparse
 import asyncio
 import json
 import random
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
 
 import httpx
 import psutil
+from server_process import serving, usage
 
 WORKERS = 12
 BAD_BODIES = (
@@ -35,7 +35,7 @@ BAD_BODIES = (
     b'{"input_ids":[5],"sampling_params":{"x":1}}',
     b'{"input_ids":[5],"sampling_params":{"temperature":-1}}',
 )
-GROWTH = 1.10  # memory at the end over memory after the first third
+GROWTH = 1.05  # memory at the end over memory after the first third
 
 
 class Soak:
@@ -56,6 +56,8 @@ class Soak:
         params = {"max_new_tokens": r.choice([0, 1, 5, 30, 80]), "temperature": r.choice([0, 0.7, 1.3])}
         if r.random() < 0.2:
             params["n"] = r.randrange(2, 5)
+        if r.random() < 0.2:
+            params["stop"] = r.choice(["e", ["th", "\n"]])
         if r.random() < 0.2:
             params["stop_token_ids"] = [r.randrange(2, 90) for _ in range(3)]
         return {
@@ -105,6 +107,19 @@ class Soak:
             self.wrong.append("a stream ended without [DONE]")
         self.check(list(last.values()), body)
 
+    async def chatted(self) -> None:
+        says = " ".join(self.random.choice(["fox", "dog", "quick"]) for _ in range(self.random.randrange(1, 9)))
+        stream = self.random.random() < 0.5
+        body = {"messages": [{"role": "user", "content": says}], "max_tokens": 20, "stream": stream}
+        reply = await self.client.post("/v1/chat/completions", json=body)
+        if not self.expect(reply, 200):
+            return
+        events = [json.loads(e[6:]) for e in reply.text.split("\n\n")[:-2]] if stream else [reply.json()]
+        ends = [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]]
+        if len(ends) != 1 or ends[0] not in ("stop", "length", "abort"):
+            self.wrong.append(f"a chat ended with {ends}")
+        self.seen["chatted"] += 1
+
     async def aborted(self) -> None:
         rid = f"soak-{self.random.getrandbits(40)}"
         body = {**self.body(), "rid": rid, "routed_experts_format": "packed"}
@@ -139,7 +154,7 @@ class Soak:
 
     async def worker(self) -> None:
         kinds = [self.plain] * 5 + [lambda: self.streamed(False)] * 4 + [lambda: self.streamed(True)] * 2
-        kinds += [self.aborted] * 2 + [self.bad] * 2
+        kinds += [self.aborted] * 2 + [self.bad] * 2 + [self.chatted] * 2
         while time.monotonic() < self.stop_at:
             await self.random.choice(kinds)()
 
@@ -147,12 +162,6 @@ class Soak:
         while time.monotonic() < self.stop_at:
             await asyncio.sleep(1.5)
             await self.control()
-
-
-def usage(process: psutil.Process) -> tuple[int, int]:
-    """(bytes of memory, file descriptors) of the server and its children."""
-    family = [process, *process.children(recursive=True)]
-    return sum(p.memory_info().rss for p in family), sum(p.num_fds() for p in family)
 
 
 async def run(url: str, process: psutil.Process, seconds: float, seed: int) -> dict:
@@ -191,25 +200,6 @@ async def run(url: str, process: psutil.Process, seconds: float, seed: int) -> d
     }
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def wait_for(url: str, server: subprocess.Popen) -> None:
-    """Until /health answers 200; ends the program when the server ended first."""
-    while True:
-        if server.poll() is not None:
-            sys.exit(f"the server ended with status {server.returncode}")
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.3)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="checkpoint directory (a tiny one)")
@@ -217,20 +207,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("server_flags", nargs="*", help="more flags of the server, after --")
     arguments = parser.parse_args()
-    port = free_port()
-    command = [sys.executable, "-m", "tracklayer.launch_server", arguments.model, "--port", str(port)]
-    command += ["--enable-return-routed-experts", "--max-total-tokens", "900", *arguments.server_flags]
-    server = subprocess.Popen(command)
-    try:
-        wait_for(f"http://127.0.0.1:{port}", server)
-        result = asyncio.run(
-            run(f"http://127.0.0.1:{port}", psutil.Process(server.pid), arguments.seconds, arguments.seed)
-        )
-    finally:
-        server.terminate()
-        status = server.wait(60)
-    if status:
-        result["wrong"].append(f"the server ended with status {status}")
+    flags = ("--max-total-tokens", "900", *arguments.server_flags)
+    with serving(arguments.model, *flags) as (url, process):
+        result = asyncio.run(run(url, process, arguments.seconds, arguments.seed))
     print(json.dumps(result))
     return 1 if result["wrong"] else 0
 

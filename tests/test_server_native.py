@@ -305,3 +305,16 @@ async def test_an_event_is_one_line_for_every_reader():
         async with client.stream("POST", "/generate", json=body) as reply:
             lines = [line async for line in reply.aiter_lines() if line]
     assert json.loads(lines[-2][6:])["text"] == text and lines[-1] == "data: [DONE]"
+
+
+async def test_text_with_line_ends_of_unicode_stays_on_one_line_for_clients_that_split_there():
+    text = "a\x85b\u2028c\u2029d"
+    ids = TOKENIZER.encode(text)
+    body = {"text": "x", "sampling_params": {"max_new_tokens": len(ids)}, "stream": True}
+    async with (
+        serving(fixed_script(ids)) as (client, _, _),
+        client.stream("POST", "/generate", json=body) as reply,
+    ):
+        lines = [line async for line in reply.aiter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert json.loads(lines[-2][6:])["text"] == text

@@ -121,7 +121,7 @@ class ControlPlane:
         if self._weight_paths == "none":
             raise UserError("loading weights by path is switched off on this server (--weight-paths none)")
         root = Path(self._weight_paths).resolve()
-        if not Path(path).resolve().is_relative_to(root):
+        if not _resolved("model_path", Path(path)).is_relative_to(root):
             raise UserError(f"{path!r} lies outside the directory that --weight-paths allows")
 
     async def update_weight_version(self, new_version: str, *, abort_all_requests: bool = True) -> Outcome:
@@ -183,7 +183,7 @@ class ControlPlane:
 
     def _profile_folder(self, asked: str | None) -> Path:
         root = Path(self._profile_dir or PROFILES).resolve()
-        folder = (root / (asked or "")).resolve()
+        folder = _resolved("output_dir", root / (asked or ""))
         if self._profile_dir is not None and not folder.is_relative_to(root):
             raise UserError(f"output_dir {asked!r} lies outside {str(root)!r}: start with another --profile-dir")
         return folder
@@ -247,3 +247,11 @@ class ControlPlane:
             "model_type": self.info.model_type,
             "architectures": [self.info.architecture],
         }
+
+
+def _resolved(name: str, path: Path) -> Path:
+    """The absolute path without links. Raises UserError where there is none (a zero byte, a loop of links)."""
+    try:
+        return path.resolve()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise UserError(f"{name} {str(path)!r} is no path: {error}") from error

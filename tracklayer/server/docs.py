@@ -1,4 +1,4 @@
-"""The OpenAPI document: endpoints read raw bodies and answer raw replies (own limits and errors); both are told here."""
+"""The OpenAPI document. Endpoints read raw bodies and answer raw replies (own limits, own errors): tell it of both."""
 
 from __future__ import annotations
 

@@ -98,8 +98,17 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+# Line ends of Unicode that JSON leaves alone and that some clients' line readers split at.
+LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
+
+
 def event(value: Any) -> bytes:
-    return b"data: " + to_json(value) + b"\n\n"
+    """One event, on one line for every idea of what a line is."""
+    data = to_json(value)
+    for end, escaped in LINE_ENDS:
+        if end in data:
+            data = data.replace(end, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
