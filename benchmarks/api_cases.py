@@ -26,11 +26,28 @@ from schemathesis.checks import load_all_checks
 from schemathesis.core.failures import Failure, FailureGroup
 from server_process import serving, usage
 
+from tracklayer.server.gate import GENERATING
+from tracklayer.server.native import NOT_HERE
+
 # Values are checked beyond what a schema can say (exactly one of text and input_ids, ranges that depend on the model),
 # so a body that fits the schema may be refused. Keys are tried in the tests.
 LEFT_OUT = ("positive_data_acceptance", "ignored_auth")
 UNDO = {"/pause_generation": "/continue_generation", "/release_memory_occupation": "/resume_memory_occupation"}
-QUICK = {"max_new_tokens": 4}
+TEXTS = ("hello", ["hello", "fox"])
+REFUSED = (
+    "routed_dp_rank", "data_parallel_rank", "rid", "response_format", "tool_choice", "tools", "regex", "ebnf",
+    "json_schema", "token_ids_logprob", "logit_bias", "stop_regex", "stop_token_ids", "lora_path",
+)  # fmt: skip
+# values that a request may succeed with, for fields that free values fail
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "routed_experts_start_len": (0, 1), "routed_experts_format": ("int32", "packed", "npy"), "temperature": (0, 0.7),
+    "logprob_start_len": (-1, 0, 1), "top_logprobs_num": (0, 2), "top_p": (0.5, 1), "top_k": (-1, 3), "n": (1, 2),
+    "min_p": (0, 0.1), "frequency_penalty": (0, 1), "presence_penalty": (0, -1), "repetition_penalty": (1, 1.5),
+    "top_logprobs": (0, 3), "max_completion_tokens": (1, 3), "min_tokens": (0, 1), "best_of": (1,), "priority": (0, 9),
+    "seed": (1, 2), "return_logprob": (True, False), "stop": ("e", ["a", "b"]), "extra_key": ("a", "b"),
+    "cache_salt": ("a", "b"), "custom_params": ({},), "chat_template_kwargs": ({},), "reasoning_effort": ("low",),
+    "session_id": (None,), "features": (None,), "input_embeds": (None,),
+}  # fmt: skip
 
 
 class Run:
@@ -58,14 +75,15 @@ class Run:
         )  # fmt: skip
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def each(case: Any) -> None:
-            self.one(operation, case)
+            self.one(operation, case, mode)
 
         with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # nothing breaks an operation that takes nothing
             each()
 
-    def one(self, operation: Any, case: Any) -> None:
-        if isinstance(case.body, dict) and operation.path in ("/generate", "/v1/completions", "/v1/chat/completions"):
-            shorten(case.body)
+    def one(self, operation: Any, case: Any, mode: schemathesis.GenerationMode) -> None:
+        positive = mode is schemathesis.GenerationMode.POSITIVE
+        if positive and isinstance(case.body, dict) and operation.path in GENERATING:
+            plausible(operation.path, case.body, sum(self.statuses.values()))
         try:
             response = case.call(timeout=60)
         except Exception as error:
@@ -88,12 +106,32 @@ class Run:
         self.failures.setdefault(f"{operation.label}: {title}", []).append(text)
 
 
-def shorten(body: dict[str, Any]) -> None:
-    """Bound what a body that leaves its length open would generate; what it says itself stays."""
-    if "messages" in body or "prompt" in body:
-        body.setdefault("max_tokens", QUICK["max_new_tokens"])
-    elif body.get("sampling_params") is None:
-        body["sampling_params"] = dict(QUICK)
+def plausible(path: str, body: dict[str, Any], number: int) -> None:
+    """Change a generation body in place: what it leaves open is short, and two of three ask for what can succeed.
+
+    Free values nearly never name a token, and refusals alone would leave the replies untried.
+    """
+    short = {"max_new_tokens": 4} if path == "/generate" else {"max_tokens": 4}
+    if path in ("/generate", "/inference/v1/generate"):
+        body["sampling_params"] = body.get("sampling_params") or short
+    else:
+        body.setdefault("max_tokens", 4)
+    if number % 3 == 0:
+        return
+    for name in ("input_ids", *NOT_HERE, *REFUSED):
+        body.pop(name, None)
+    body |= {
+        "/generate": {
+            "text": ["hello", "fox"] if number % 2 else "hello",
+            "sampling_params": {**short, "n": 1 + number % 2},
+        },
+        "/v1/completions": {"prompt": "hello", **short},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], **short},
+        "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {**short, "logprobs": number % 4}},
+    }[path]
+    for name, values in CHOICES.items():
+        if name in body:
+            body[name] = values[number % len(values)]
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ import numpy as np
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import EngineInfo
+from tracklayer.errors import UserError
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,10 @@ class Wire:
         self._numbers = itertools.count()
 
     def pack(self, message: Any) -> bytes:
-        """Bytes of a message of plain values, numpy arrays and RECORDS. Raises TypeError for anything else."""
+        """Bytes of a message of plain values, numpy arrays and RECORDS.
+
+        Raises UserError for whole numbers of more than 64 bits, TypeError for anything else.
+        """
         return bytes(msgpack.packb(message, default=self._default))
 
     def unpack(self, raw: bytes) -> Any:
@@ -60,6 +64,8 @@ class Wire:
             return msgpack.ExtType(SET, self.pack(sorted(value)))
         if isinstance(value, np.generic):
             return value.item()
+        if isinstance(value, int):
+            raise UserError(f"a whole number of {value.bit_length()} bits is too large: 64 bits at most")
         raise TypeError(f"{type(value).__name__} can not be sent between processes")
 
     def _array(self, array: np.ndarray) -> msgpack.ExtType:

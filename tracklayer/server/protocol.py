@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 Ids = list[int]
-Steps = Annotated[int | None, Field(ge=1, strict=False)]
+Steps = Annotated[int | None, Field(ge=1, lt=1 << 63, strict=False)]
 
 
 class Body(BaseModel):
