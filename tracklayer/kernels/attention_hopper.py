@@ -56,11 +56,12 @@ def serves(q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, rule: dict[str, Any]) ->
 if gluon is not None:
 
     @gluon.jit
-    def _tile(tile, tiles, starts_ptr, lens_ptr, sequences, steps, H: gl.constexpr, TOKENS: gl.constexpr):
+    def _tile(tile, batch, H: gl.constexpr, TOKENS: gl.constexpr):
         """Key head, first token, its position and the sequence's length of a tile; length 0: nothing to do.
 
         Sequence b's blocks are numbered from starts[b] // TOKENS + b on. Late blocks see the most keys and come first.
         """
+        starts_ptr, lens_ptr, sequences, steps, tiles = batch
         block = tiles // H - 1 - tile // H
         lo = 0
         hi = sequences
@@ -77,18 +78,20 @@ if gluon is not None:
         return tile % H, start, low, length
 
     @gluon.jit
-    def _copy(q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-              starts_ptr, lens_ptr, sequences, steps, tiles, H: gl.constexpr, G: gl.constexpr,
+    def _copy(tiles_s, q_bars, kv_bars, q_desc, k_desc, v_desc, batch, H: gl.constexpr, G: gl.constexpr,
               TOKENS: gl.constexpr):  # fmt: skip
         """The copying warp."""
+        q_s, k_s, v_s = tiles_s
+        q_full, q_empty, _ = q_bars
+        k_full, k_empty, v_full, v_empty = kv_bars
         R: gl.constexpr = q_s.shape[1]
         L: gl.constexpr = k_s.shape[1]
         D: gl.constexpr = k_s.shape[2]
         N: gl.constexpr = k_s.shape[0]
         it = 0
         visits = 0
-        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-            h, start, low, length = _tile(tile, tiles, starts_ptr, lens_ptr, sequences, steps, H, TOKENS)
+        for tile in range(gl.program_id(0), batch[4], gl.num_programs(0)):
+            h, start, low, length = _tile(tile, batch, H, TOKENS)
             if length > 0:
                 mbarrier.wait(q_empty, (visits & 1) ^ 1)
                 mbarrier.expect(q_full, 2 * R * D * 2)
@@ -125,9 +128,11 @@ if gluon is not None:
         return p, m_new, total * shrink + gl.sum(p, 1), shrink
 
     @gluon.jit
-    def _next(it, block, q, k_s, v_s, k_full, k_empty, v_full, v_empty, p, acc, m, total, scale, position_M,
-              MASKED: gl.constexpr, layout: gl.constexpr, operand: gl.constexpr):  # fmt: skip
+    def _next(it, block, q, tiles_s, kv_bars, p, acc, m, total, scale, position_M, MASKED: gl.constexpr,
+              layout: gl.constexpr, operand: gl.constexpr):  # fmt: skip
         """Scores and weights of block number `it`, while the weights of the one before meet their values."""
+        _, k_s, v_s = tiles_s
+        k_full, k_empty, v_full, v_empty = kv_bars
         N: gl.constexpr = k_s.shape[0]
         R: gl.constexpr = q.shape[0]
         L: gl.constexpr = k_s.shape[1]
@@ -160,10 +165,12 @@ if gluon is not None:
         gl.thread_barrier()
 
     @gluon.jit
-    def _attend(HALF: gl.constexpr, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                out_ptr, starts_ptr, lens_ptr, sequences, steps, tiles, scale,
-                H: gl.constexpr, G: gl.constexpr, TOKENS: gl.constexpr):  # fmt: skip
+    def _attend(HALF: gl.constexpr, tiles_s, q_bars, kv_bars, out_ptr, batch, scale, H: gl.constexpr, G: gl.constexpr,
+                TOKENS: gl.constexpr):  # fmt: skip
         """One of the two attending groups."""
+        q_s, k_s, v_s = tiles_s
+        q_full, q_empty, cleared = q_bars
+        k_full, k_empty, v_full, v_empty = kv_bars
         R: gl.constexpr = q_s.shape[1]
         L: gl.constexpr = k_s.shape[1]
         D: gl.constexpr = k_s.shape[2]
@@ -174,8 +181,8 @@ if gluon is not None:
         PER: gl.constexpr = R // G
         it = 0
         visits = 0
-        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-            h, start, low, length = _tile(tile, tiles, starts_ptr, lens_ptr, sequences, steps, H, TOKENS)
+        for tile in range(gl.program_id(0), batch[4], gl.num_programs(0)):
+            h, start, low, length = _tile(tile, batch, H, TOKENS)
             if length > 0:
                 row = gl.arange(0, R, layout=gl.SliceLayout(1, layout))
                 position_M = gl.minimum(low + HALF * PER + row % PER, length - 1)
@@ -193,21 +200,23 @@ if gluon is not None:
                 mbarrier.arrive(k_empty.index(it % N), count=1)
                 weights, m, total, _ = _softmax(s, m, total, scale, last, position_M, True, layout)
                 p = gl.convert_layout(weights.to(v_s.dtype), operand)
-                if (last + 1) * L > length:
-                    mbarrier.wait(v_full.index(it % N), (it // N) & 1)
-                    _clear(v_s.index(it % N), last, length, 4)
+                if HALF == 0:  # one group clears for both
+                    if (last + 1) * L > length:
+                        mbarrier.wait(v_full.index(it % N), (it // N) & 1)
+                        _clear(v_s.index(it % N), last, length, 4)
+                    mbarrier.arrive(cleared, count=1)
+                else:
+                    mbarrier.wait(cleared, visits & 1)
                 for block in range(last - 1, whole - 1, -1):
                     it += 1
                     p, acc, m, total = _next(
-                        it, block, q, k_s, v_s, k_full, k_empty, v_full, v_empty, p, acc, m, total, scale, position_M,
-                        True, layout, operand,
-                    )  # fmt: skip
+                        it, block, q, tiles_s, kv_bars, p, acc, m, total, scale, position_M, True, layout, operand
+                    )
                 for block in range(whole - 1, -1, -1):
                     it += 1
                     p, acc, m, total = _next(
-                        it, block, q, k_s, v_s, k_full, k_empty, v_full, v_empty, p, acc, m, total, scale, position_M,
-                        False, layout, operand,
-                    )  # fmt: skip
+                        it, block, q, tiles_s, kv_bars, p, acc, m, total, scale, position_M, False, layout, operand
+                    )
                 mbarrier.arrive(q_empty, count=1)
                 mbarrier.wait(v_full.index(it % N), (it // N) & 1)
                 acc = warpgroup_mma(p, v_s.index(it % N), acc, is_async=True)
@@ -238,6 +247,8 @@ if gluon is not None:
         k_empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
         v_full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
         v_empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+        cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(cleared, count=1)
         mbarrier.init(q_full, count=1)
         mbarrier.init(q_empty, count=2)
         for i in gl.static_range(N):
@@ -246,18 +257,19 @@ if gluon is not None:
             mbarrier.init(v_full.index(i), count=1)
             mbarrier.init(v_empty.index(i), count=2)
         fence_async_shared()
+        tiles_s = (q_s, k_s, v_s)
+        q_bars = (q_full, q_empty, cleared)
+        kv_bars = (k_full, k_empty, v_full, v_empty)
+        batch = (starts_ptr, lens_ptr, sequences, steps, tiles)
         gl.warp_specialize(
             [
-                (_attend, (0, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, starts_ptr,
-                           lens_ptr, sequences, steps, tiles, scale, H, G, TOKENS)),
-                (_attend, (1, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_ptr, starts_ptr,
-                           lens_ptr, sequences, steps, tiles, scale, H, G, TOKENS)),
-                (_copy, (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                         starts_ptr, lens_ptr, sequences, steps, tiles, H, G, TOKENS)),
+                (_attend, (0, tiles_s, q_bars, kv_bars, out_ptr, batch, scale, H, G, TOKENS)),
+                (_attend, (1, tiles_s, q_bars, kv_bars, out_ptr, batch, scale, H, G, TOKENS)),
+                (_copy, (tiles_s, q_bars, kv_bars, q_desc, k_desc, v_desc, batch, H, G, TOKENS)),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )
 
 
 def prompt_attention(
