@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "replay": {"routes", "kernels", "config"},
     "audit": {"routes", "replay", "config"},
     "rl": {"engine", "replay", "routes", "types", "config"},
-    "bench": {"engine", "runner", "models", "layers", "types", "config"},
+    "bench": {"engine", "runner", "models", "layers", "kernels", "types", "config"},
     "demo": {"server", "engine", "replay", "routes", "types", "config"},
 }
 # What a part may import from outside the standard library; parts not named here may import anything.

@@ -25,6 +25,7 @@ COMMANDS = {
     "demo": Command("tracklayer.demo.job", "serve the demonstration model, ask it, check every route", "demo"),
     "demo-model": Command("tracklayer.demo.model", "write the demonstration model's checkpoint directory", "demo"),
     "bench": Command("tracklayer.bench.cli", "measure throughput, latency and the cost of recording", "serve"),
+    "tune": Command("tracklayer.bench.tune", "find the expert kernels' tiles for a model's shape on this GPU", "serve"),
     "models": Command("tracklayer.models.listing", "list the model families that are served", "serve"),
     "audit": Command("tracklayer.audit.cli", "compare routes of any engine with a reference model", "audit"),
     "scan": Command("tracklayer.audit.scan_cli", "find routers that are built without a layer id in a source tree"),

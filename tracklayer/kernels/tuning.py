@@ -1,7 +1,7 @@
 """Which form and which tiles the expert kernels take, by device, shape and number of tokens.
 
 tuned/<device>.json: {"E,D,F": {"<tokens>": {"form": ..., ...}}}; the entry of the largest token count not above the
-batch's holds. A shape that has no table takes `default`. benchmarks/kernels/sweep_experts.py writes tables.
+batch's holds. A shape that has no table takes `default`. `tracklayer tune` writes tables (bench/tune.py).
 
     form small   up, down: n, b, stages, warps (experts_small.py)
     form sorted  up, down: tall, m, n, b, stages, warps, tma, group (grouped_gemm.py); both have the same m
@@ -83,10 +83,13 @@ def _device(device: torch.device) -> tuple[str, int]:
 
 def pick(device: torch.device, shape: tuple[int, int, int], top_k: int, num_tokens: int, dtype: torch.dtype) -> Config:
     """The configuration for num_tokens >= 1 of a model with experts (E, D, F); cheap, called at each launch."""
-    name, shared_bytes = _device(device)
-    if dtype.itemsize > 2:
-        return default(num_tokens, top_k, shape[0], FLOAT32)
-    rows = table(name).get("{},{},{}".format(*shape))
+    rows = table(_device(device)[0]).get("{},{},{}".format(*shape)) if dtype.itemsize <= 2 else None
     if rows:
         return rows[max((t for t in rows if t <= num_tokens), default=min(rows))]
-    return default(num_tokens, top_k, shape[0], ROOMY if shared_bytes >= 227 * 1024 else TIGHT)
+    return untuned(device, shape[0], top_k, num_tokens, dtype)
+
+
+def untuned(device: torch.device, experts: int, top_k: int, num_tokens: int, dtype: torch.dtype) -> Config:
+    """What holds for a shape that has no table; `tracklayer tune` starts from it."""
+    tiles = FLOAT32 if dtype.itemsize > 2 else ROOMY if _device(device)[1] >= 227 * 1024 else TIGHT
+    return default(num_tokens, top_k, experts, tiles)

@@ -15,21 +15,27 @@ from tracklayer.layers.parts import Part, parameter
 from tracklayer.layers.spec import MoESpec
 
 
+def kernel_spec(spec: MoESpec) -> ExpertSpec:
+    """What the expert kernels are told of a MoE block."""
+    router = spec.router
+    return ExpertSpec(
+        activation=spec.activation,
+        gated=spec.gated,
+        clamp_before=spec.clamp_before,
+        clamp_after=spec.clamp_after,
+        weight_on_input=router.weight_on_input,
+        num_zero_experts=router.num_zero_experts,
+        scale=router.scale if router.scale_output else 1.0,
+    )
+
+
 class Experts(nn.Module):
     """w13_EFD [E, 2F, D] (gate rows, then up rows; [E, F, D] when not gated) and w2_EDF [E, D, F]."""
 
     def __init__(self, spec: MoESpec, hidden_size: int) -> None:
         super().__init__()
         router = spec.router
-        self.kernel = ExpertSpec(
-            activation=spec.activation,
-            gated=spec.gated,
-            clamp_before=spec.clamp_before,
-            clamp_after=spec.clamp_after,
-            weight_on_input=router.weight_on_input,
-            num_zero_experts=router.num_zero_experts,
-            scale=router.scale if router.scale_output else 1.0,
-        )
+        self.kernel = kernel_spec(spec)
         self.inner = ("gate", "up") if spec.gated else ("up",)
         self.width = spec.width
         num, inner = router.num_experts, spec.width * len(self.inner)
