@@ -2,7 +2,7 @@
 
 The engine's thread only hands its news to the loop. Text work is done on the loop (long prompts are tokenised on a
 worker thread), never on the engine's thread. Readers see the newest state: a slow one skips chunks, stalls nobody,
-and holds no backlog.
+and holds no backlog; nor does a loop that is behind the engine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from tracklayer.engine.client import EngineClient
 from tracklayer.engine.intake import GenerateCall, Intake, Prompt
+from tracklayer.engine.news import NewsBox
 from tracklayer.engine.sample import Sample
 from tracklayer.engine.tokenizer import TextTokenizer
 from tracklayer.errors import CapacityError, TracklayerError, UserError
@@ -85,6 +86,7 @@ class TextFrontend:
         self.weight_version = weight_version
         self.observer = observer or Observer()
         self._samples: dict[str, tuple[Sample, Running]] = {}
+        self._news = NewsBox()
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -102,12 +104,12 @@ class TextFrontend:
     def _from_engine(self, outputs: list[RequestOutput]) -> None:
         """On the engine's thread: hand over and return."""
         loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._deliver, outputs)
+        if self._news.put(outputs) and loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._deliver)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self) -> None:
         assert self._loop is not None
-        for output in outputs:
+        for output in self._news.take():
             known = self._samples.get(output.rid)
             if known is not None:
                 # a callback of its own: an error in one sample must not keep others from their news
