@@ -7,11 +7,13 @@ import re
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
-from server_http import TOKENIZER, serving
+from server_http import TOKENIZER, events, serving
 
+from tracklayer.errors import UserError
 from tracklayer.server import control, docs
 from tracklayer.server.app import ROUTERS, create_app
 from tracklayer.server.config import ServerConfig
+from tracklayer.server.errors import ApiError, SchemaError, stream_error
 
 DOCUMENT = create_app(ServerConfig()).openapi()
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
@@ -70,6 +72,26 @@ async def test_replies_are_as_declared(path, body):
     declared = docs.ANSWERS[path] if reply.status_code == 200 else docs.ERRORS[str(reply.status_code)][1]
     TypeAdapter(declared).validate_json(reply.content, strict=True)
     assert reply.status_code == (400 if body == {"action": "compare"} else 200), reply.text
+
+
+@pytest.mark.parametrize(("path", "body"), [a for a in ASKED if a[0] in docs.STREAMED], ids=lambda v: str(v)[:30])
+async def test_events_are_as_declared(path, body):
+    body = {name: value for name, value in body.items() if path == "/generate" or not name.startswith("return_meta")}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    for name in ("return_token_ids", "return_prompt_token_ids") if "chat" in path else ():
+        body.pop(name, None)
+    async with serving(engine={"step_s": 0.001}) as (client, _, _):
+        chunks = events((await client.post(path, json=body)).text)
+    assert len(chunks) > 1
+    for chunk in chunks:
+        assert "error" not in chunk
+        TypeAdapter(docs.STREAMED[path]).validate_json(json.dumps(chunk), strict=True)
+
+
+@pytest.mark.parametrize("path", docs.STREAMED)
+@pytest.mark.parametrize("error", [UserError("a"), ApiError(503, "b"), SchemaError("c")], ids=lambda e: str(e.status))
+def test_an_error_event_is_as_declared(path, error):
+    TypeAdapter(docs.STREAMED[path]).validate_json(json.dumps(stream_error(error, path)), strict=True)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_arrays_go_through_the_socket_when_shared_memory_is_full(tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [1 << 64, -(1 << 63) - 1, 1 << 20000])
+@pytest.mark.parametrize("number", [1 << 64, -(1 << 63) - 1, 1 << 20000], ids=["65 bits", "negative", "huge"])
 def test_a_number_that_no_wire_takes_is_the_callers_mistake(number):
     with pytest.raises(UserError, match="64 bits at most"):
         Wire(None).pack({"start_step": [number]})

@@ -47,7 +47,12 @@ ANSWERS: dict[str, Any] = {
     "/resume_memory_occupation": None,
 }
 IN_TEXT = ("/flush_cache", "/start_profile", "/stop_profile", "/freeze_gc", "/metrics")
-STREAMED = ("/generate", "/v1/completions", "/v1/chat/completions")
+# path -> what the data of an event holds, as JSON; the last event's is [DONE]
+STREAMED: dict[str, Any] = {
+    "/generate": replies.GeneratedChunk | replies.StreamError,
+    "/v1/completions": replies.CompletionChunk | replies.StreamError,
+    "/v1/chat/completions": replies.ChatChunk | replies.StreamError,
+}
 UNFOUND = ("/v1/models/{name}", "/metrics")
 HEALTH = ("/health", "/health_generate", "/ready", "/ping")
 # status -> (what it means, body). Native endpoints answer 400 in more than one shape.
@@ -100,7 +105,8 @@ def _content(path: str, schemas: dict[str, Any]) -> Iterator[tuple[str, dict[str
     if path in IN_TEXT:
         yield TEXT, {"schema": STRING}
     if path in STREAMED:
-        yield EVENTS, {"schema": STRING}
+        data = STRING | {"contentSchema": _schema(STREAMED[path], schemas), "description": "JSON; [DONE] at the end"}
+        yield EVENTS, {"schema": {"type": "object", "properties": {"data": data}}}
     if path == "/generate":
         yield MSGPACK, {"schema": {"type": "string", "format": "binary"}}
 

@@ -79,6 +79,12 @@ class Generated(Reply):
     meta_info: MetaInfo
 
 
+class GeneratedChunk(Generated):
+    """An event of a /generate stream; `index` where there are several samples."""
+
+    index: int | None = None
+
+
 class CachedTokens(Reply):
     cached_tokens: int
 
@@ -133,6 +139,16 @@ class Completion(Reply):
     sglext: Extension | None = None
 
 
+class CompletionChunk(Reply):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    sglext: Extension | None = None
+
+
 class TokenLogprob(Reply):
     token: str
     bytes: list[int]
@@ -173,6 +189,31 @@ class ChatCompletion(Reply):
     choices: list[ChatChoice]
     usage: Usage
     metadata: Metadata
+    sglext: Extension | None = None
+
+
+class Delta(Reply):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatDelta(Reply):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
+    matched_stop: int | str | None
+
+
+class ChatChunk(Reply):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatDelta]
+    usage: Usage | None = None
     sglext: Extension | None = None
 
 
@@ -311,3 +352,16 @@ class ErrorBody(Reply):
     """`error` is text for unknown sampling parameters and for missing or wrong keys."""
 
     error: str | ErrorMessage
+
+
+class StreamFault(Reply):
+    message: str
+    type: str
+    code: int
+    retryable: bool
+
+
+class StreamError(Reply):
+    """The event of an error after the first byte."""
+
+    error: StreamFault | FlatError
