@@ -128,3 +128,12 @@ def test_a_config_file_that_can_not_be_read_is_named(capsys, tmp_path, name, con
 def test_a_path_that_is_no_checkpoint_is_called_so(capsys, tmp_path):
     assert main([str(tmp_path / "nowhere"), "--port", "0"]) == 2
     assert "is not a checkpoint directory" in capsys.readouterr().err
+
+
+def test_dtypes_by_their_other_names():
+    for given, meant in (("half", "float16"), ("float", "float32"), ("bf16", "bfloat16"), ("auto", "auto")):
+        assert parse(["m", "--dtype", given]).engine.dtype == meant
+    for wrong in ("int8", ["half"], None):
+        with pytest.raises(UserError, match="dtype"):
+            EngineConfig(model_path="m", dtype=wrong)
+    assert parse(["m", "--log-requests-format", "json"]).server.log_format == "json"

@@ -15,6 +15,7 @@ from typing import Any
 from tracklayer.errors import CheckpointError, UserError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_NAMES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 IS_OF: dict[str, Callable[[Any], bool]] = {
     "None": lambda v: v is None,
     "str": lambda v: isinstance(v, str),
@@ -100,6 +101,8 @@ class EngineConfig:
     ep_size: int = flag(1, "expert-parallel ranks (one device: 1)", low=1)
 
     def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         check_flags(self)
         for name in ("tp_size", "ep_size"):
             wanted = getattr(self, name)
