@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -134,6 +135,16 @@ def test_top_k_may_differ_by_layer(tmp_path):
     assert core.info.top_k == 3 and [router.top_k for router in core.model.spec.routers] == [2, 3, 1]
     rows_TLK = generate(core, {"a": [1, 2, 3, 4, 5]}, 2)["a"].routes
     assert ((rows_TLK != 255).sum(-1) == [[2, 3, 1]]).all()
+    assert core.info.layer_top_k == core.model.route_shape.layer_top_k == (2, 3, 1)
+
+
+def test_an_unused_place_is_no_expert_of_256(tmp_path):
+    """255 in a byte is an expert of 256: where layers differ in top-k the pool takes a type with a fill of its own."""
+    tiny.save("hunyuan_moe", tmp_path, num_experts=256)
+    core = tiny_engine(tmp_path)
+    answer = generate(core, {"a": list(range(40))}, 2)["a"]
+    assert answer.routes.dtype == np.int16
+    assert ((answer.routes != -1).sum(-1) == [[2, 3, 1]]).all()
 
 
 @pytest.mark.parametrize(("variant", "top_k"), [("gemma4_moe", 3), ("dbrx", 3), ("llama4", 1)])

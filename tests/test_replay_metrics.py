@@ -83,3 +83,15 @@ def test_only_the_overlap_and_recorded_rows_count() -> None:
         route_mismatch(a, Routes(ids, (0, 1), 9))
     with pytest.raises(UserError, match="recorded on both sides"):
         route_mismatch(a, Routes(np.full_like(ids, -1), (0, 1), 8))
+
+
+def test_layers_that_choose_different_numbers() -> None:
+    """Unused places are on neither side: 1 of 3 chosen experts differs, not 1 of 4."""
+    ids = np.array([[[1, 2], [3, -1]]])
+    other = np.array([[[2, 5], [3, -1]]])
+    a, b = (Routes(x, (0, 1), 8, layer_top_k=(2, 1)) for x in (ids, other))
+    found = route_mismatch(a, b)
+    assert (found.rows, found.router_share, found.experts_share) == (2, 0.5, pytest.approx(1 / 3))
+    assert route_mismatch(a, a).experts_share == 0.0
+    with pytest.raises(UserError, match="layer_top_k"):
+        route_mismatch(a, Routes(np.array([[[1, 2], [3, 4]]]), (0, 1), 8))

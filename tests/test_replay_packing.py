@@ -149,3 +149,9 @@ def test_empty_rows_and_aborted_samples() -> None:
     empty = Routes(np.empty((0, 2, 2), int), (1, 4), 100)
     assert first_ids(lay_out([A, empty], packed_slots([0, 4, 5]))) == [0, 1, 2, -1, -1]  # one token, never fed
     assert first_ids(lay_out([A, empty], padded_slots([[1] * 4, [0] * 4]))) == [0, 1, 2, -1, -1, -1, -1, -1]
+
+
+def test_layers_that_choose_different_numbers_are_refused_by_name() -> None:
+    routes = Routes(np.array([[[1, 2], [3, -1]]]), (1, 4), 8, layer_top_k=(2, 1))
+    with pytest.raises(UserError, match=r"layers choose \[2, 1\] experts.*not replayed"):
+        lay_out([routes], packed_slots([0, 2]))

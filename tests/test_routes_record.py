@@ -73,6 +73,56 @@ def test_missing_rows_are_explicit(experts: int, top_k: int, dtype: type, source
     assert "1 of 20 rows MISSING" in repr(kept)
 
 
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("experts", [8, 255, 256, 300])
+def test_layers_that_choose_different_numbers(experts: int, source: type) -> None:
+    """Kept with a fill that is no id; slices narrow with their layers; what an unused place may hold is the fill."""
+    fill, room = fill_value(source), np.iinfo(source).max
+    ids = random_ids(6, 3, 3, experts).astype(np.int64)
+    used = np.arange(3) < np.array([[2], [3], [1]])
+    ids = np.where(used, ids, fill)
+    if experts > room:
+        return
+    given = ids.astype(source)
+    if experts == 256 and source is np.uint8:
+        with pytest.raises(UserError, match=r"top_k \(2, 3, 1\), 255 in uint8 can be expert 255 or an unused place"):
+            Routes(given, range(3), experts, layer_top_k=(2, 3, 1))
+        return
+    kept = Routes(given, range(3), experts, start=4, layer_top_k=[2, 3, 1])
+    assert kept.dtype == (np.uint8 if experts < 256 else np.int16) and kept.complete and kept.top_k == 3
+    assert np.array_equal(kept.experts_TLK == fill_value(kept.dtype), np.broadcast_to(~used, kept.shape))
+    assert np.array_equal(kept.used_LK, used) and kept.top_k_L.tolist() == [2, 3, 1]
+    assert np.array_equal(kept.to(np.int32), np.where(used, ids, -1))
+    assert kept.tokens(6).layer_top_k == (2, 3, 1) and "top 1..3 of" in repr(kept)
+    assert (last := kept.layers(2, 3)).layer_top_k is None and last.top_k == 1
+    assert np.array_equal(last.to(np.int32)[:, 0, 0], ids[:, 2, 0])
+    assert kept.layers(0, 2).layer_top_k == (2, 3)
+    assert kept.tokens(4, 7).append(kept.tokens(6)) == kept
+    spoiled = kept.to(np.int32)
+    spoiled[3, 2, 2] = 1
+    with pytest.raises(UserError, match=r"token 7 layer 2 chooses 1 experts, the places after them must hold -1"):
+        Routes(spoiled, range(3), experts, start=4, layer_top_k=(2, 3, 1))
+    spoiled = kept.to(np.int32)
+    spoiled[3, 0, 1] = spoiled[3, 0, 0]
+    with pytest.raises(UserError, match="must differ"):
+        Routes(spoiled, range(3), experts, layer_top_k=(2, 3, 1))
+    spoiled[3, 0, 1] = -1
+    with pytest.raises(UserError, match="missing as a whole only"):
+        Routes(spoiled, range(3), experts, layer_top_k=(2, 3, 1))
+    spoiled[3, 0] = -1
+    assert np.argwhere(Routes(spoiled, range(3), experts, layer_top_k=(2, 3, 1)).missing_TL).tolist() == [[3, 0]]
+    with pytest.raises(UserError, match="layer_top_k"):
+        kept.append(Routes(np.zeros((0, 3, 3), np.int16), range(3), experts, start=10))
+
+
+def test_numbers_of_choices_that_can_not_be() -> None:
+    ids = random_ids(2, 3, 2, 8)
+    assert Routes(ids, range(3), 8, layer_top_k=(2, 2, 2)) == Routes(ids, range(3), 8)
+    for wrong in [(2, 2), (1, 1, 1), (2, 3, 1), (2, 0, 1), ()]:
+        with pytest.raises(UserError, match="one number for each of 3 layers"):
+            Routes(ids, range(3), 8, layer_top_k=wrong)
+
+
 def test_one_expert_of_256_in_a_byte_has_two_readings() -> None:
     ids = np.full((3, 1, 1), 255, np.uint8)
     with pytest.raises(UserError, match="with top_k 1, 255 in uint8 can be expert 255 or a missing row"):

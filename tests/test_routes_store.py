@@ -49,6 +49,17 @@ def _sparse(tokens: int, start: int, experts: int) -> Routes:
     return Routes(base + np.arange(4), LAYERS, experts, start)
 
 
+@pytest.mark.parametrize("experts", [60, 256])
+def test_layers_that_choose_different_numbers(tmp_path: Path, experts: int) -> None:
+    ids = np.array([[[3, 1], [experts - 1, -1]], [[0, 5], [7, -1]]])
+    routes = Routes(ids, (1, 2), experts, layer_top_k=(2, 1))
+    save_routes(tmp_path / "r", [routes, routes.tokens(1)])
+    file = RouteFile(tmp_path / "r")
+    assert list(file) == [routes, routes.tokens(1)] and file.shape.layer_top_k == (2, 1) and file.metadata == {}
+    with pytest.raises(UserError, match="another model"), RouteWriter(tmp_path / "s", file.shape) as writer:
+        writer.add(Routes(ids[:, :, :1], (1, 2), experts))
+
+
 def test_missing_rows_stay_missing(tmp_path: Path) -> None:
     ids = random_routes(5).to(np.int32)
     ids[2, 1] = -1

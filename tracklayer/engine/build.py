@@ -155,6 +155,7 @@ def _info(config: EngineConfig, model: LoadedModel, sizes: SchedulerConfig, test
         layer_ids=routes.layer_ids,
         num_experts=routes.num_experts,
         top_k=routes.top_k,
+        layer_top_k=routes.layer_top_k,
         eos_token_ids=eos_token_ids(config.model_path, hf),
         route_selftest=tested,
     )

@@ -16,6 +16,7 @@ class EngineInfo:
     """Facts that are fixed once the engine is up; what a front end checks requests against.
 
     layer_ids: decoder layer index of each column of the routes; num_layers: all decoder layers.
+    top_k: experts that a layer chooses, the largest number where layers differ; layer_top_k is then that of each.
     route_selftest: passed, skipped, or off where no routes are recorded (one that fails ends the start).
     max_request_tokens: prompt and output together that the cache can ever hold (at most context_length).
     """
@@ -36,6 +37,7 @@ class EngineInfo:
     top_k: int
     eos_token_ids: tuple[int, ...]
     route_selftest: str = "off"
+    layer_top_k: tuple[int, ...] | None = None
 
 
 Consumer = Callable[[list[RequestOutput]], None]

@@ -259,4 +259,4 @@ class Sample:
             missing = list(range(start + len(rows), start + want))
             raise IncompleteRoutes(missing, [info.layer_ids[0]] * len(missing))
         # The gather that brought the rows has counted unwritten ones: no second look at hundreds of megabytes here.
-        return Routes(rows[:want], info.layer_ids, info.num_experts, start, check=False)
+        return Routes(rows[:want], info.layer_ids, info.num_experts, start, layer_top_k=info.layer_top_k, check=False)

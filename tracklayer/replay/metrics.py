@@ -96,7 +96,7 @@ def route_mismatch(rollout: Routes, training: Routes) -> RouteMismatch:
 
     Raises UserError for routes of different models or without a position in common.
     """
-    for name in ("layer_ids", "num_experts", "top_k"):
+    for name in ("layer_ids", "num_experts", "top_k", "layer_top_k"):
         mine, theirs = getattr(rollout, name), getattr(training, name)
         if mine != theirs:
             raise UserError(f"routes of different models can not be compared: {name} {mine} and {theirs}")
@@ -107,10 +107,10 @@ def route_mismatch(rollout: Routes, training: Routes) -> RouteMismatch:
     both_TL = ~(a.missing_TL | b.missing_TL)
     if not both_TL.any():
         raise UserError("no row was recorded on both sides")
-    shared_TL = np.zeros(both_TL.shape, np.int64)
+    shared_TL, chosen_TL = np.zeros(both_TL.shape, np.int64), np.broadcast_to(a.top_k_L, both_TL.shape)
     for k in range(a.top_k):
-        shared_TL += (a.experts_TLK[..., k : k + 1] == b.experts_TLK).any(-1)
-    differ_TL = (shared_TL < a.top_k) & both_TL
+        shared_TL += (a.experts_TLK[..., k : k + 1] == b.experts_TLK).any(-1) & a.used_LK[:, k]
+    differ_TL = (shared_TL < chosen_TL) & both_TL
     counted_T = both_TL.any(1)
     return RouteMismatch(
         tokens=int(counted_T.sum()),
@@ -118,6 +118,6 @@ def route_mismatch(rollout: Routes, training: Routes) -> RouteMismatch:
         router_share=float(differ_TL.sum() / both_TL.sum()),
         token_share=float(differ_TL.any(1).sum() / counted_T.sum()),
         layers_per_token=float(differ_TL.sum() / counted_T.sum()),
-        experts_share=float(1 - shared_TL[both_TL].mean() / a.top_k),
+        experts_share=float(1 - shared_TL[both_TL].sum() / chosen_TL[both_TL].sum()),
         missing_rows=int((~both_TL).sum()),
     )

@@ -133,7 +133,7 @@ def lay_out(
     truncated  allow more rows than the sequence has tokens (the trainer cut it)
     The last token of a sequence was never fed during the rollout; without a row of its own it uses the live router.
     Raises UserError naming sample, token and layer for a missing row, an id out of range, ids that are not distinct,
-    and naming the sample for a wrong row count or another model's routes.
+    and naming the sample for a wrong row count or another model's routes; where layers choose different numbers.
     """
     given = [routes for routes in samples if routes is not None]
     if not given:
@@ -141,6 +141,11 @@ def lay_out(
     if len(samples) != len(slots.length_B):
         raise UserError(f"{len(samples)} samples of routes for {len(slots.length_B)} sequences")
     model = given[0]
+    if model.layer_top_k:
+        raise UserError(
+            f"the layers choose {list(model.layer_top_k)} experts: replay forces the same number in all layers, so "
+            "routes of this model can be read and compared, but not replayed"
+        )
     dtype = narrow_dtype(model.num_experts, model.top_k)
     ids_NLK = np.full((len(slots), len(model.layer_ids), model.top_k), fill_value(dtype), dtype)
     wanted_N = np.zeros(len(slots), bool)

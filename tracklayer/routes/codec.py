@@ -5,6 +5,9 @@
 
 T rows, L MoE layers, K chosen experts, H decoder layers of the model (dense ones included).
 
+Where layers choose different numbers of experts, rows are as wide as the largest, and unused places hold -1 in a signed
+type, the largest value of an unsigned one; both ends of the wire know `layer_top_k` from the RouteShape.
+
 What a form does not declare is declared by the caller (`decode(..., layers="moe")`); where the sizes leave two
 readings, `decode` refuses and names both. numpy only.
 """
@@ -40,11 +43,9 @@ def encode(routes: Routes, form: str | Form, shape: RouteShape | None = None, **
 
     `shape` is needed for forms over all decoder layers (its num_hidden_layers). Returns str for base64 containers,
     bytes for npy and bytes, an array, nested lists, or a dict for raw.
-    Raises IncompleteRoutes when a row is missing and the form can not say so, UserError when ids do not fit or when
-    layers choose different numbers of experts.
+    Raises IncompleteRoutes when a row is missing and the form can not say so, UserError when ids do not fit.
     """
     form = resolve_form(form, declared)
-    _refuse_narrow_rows(routes)
     shape = shape or RouteShape.of(routes)
     if shape.layer_ids != routes.layer_ids:
         raise UserError(f"routes have layers {list(routes.layer_ids)}, the shape says {list(shape.layer_ids)}")
@@ -56,20 +57,6 @@ def encode(routes: Routes, form: str | Form, shape: RouteShape | None = None, **
     if form.container != "base64" or form.axes != "TLK":
         return _pack(_wire_array(routes, form, shape, dtype), form.container, routes.start)
     return _base64_text(routes, form, shape, dtype)
-
-
-def _refuse_narrow_rows(routes: Routes) -> None:
-    """A layer that chooses fewer experts than others ends every row in the fill, which no form can say."""
-    fill = fill_value(routes.dtype)
-    if fill >= routes.num_experts or fill < 0:  # else it is an id
-        absent_LK = routes.experts_TLK[:1].reshape(-1, routes.top_k) == fill
-        narrow_L = absent_LK.any(-1) & ~absent_LK.all(-1)
-        if narrow_L.any():
-            layers = [layer for layer, narrow in zip(routes.layer_ids, narrow_L, strict=True) if narrow]
-            raise UserError(
-                f"layers {layers} choose fewer than {routes.top_k} experts, and wire forms have one number for all "
-                "layers: take these routes from the Python API"
-            )
 
 
 def _base64_text(routes: Routes, form: Form, shape: RouteShape, dtype: np.dtype[Any]) -> str:
@@ -99,8 +86,8 @@ def _wire_array(routes: Routes, form: Form, shape: RouteShape, dtype: np.dtype[A
 
 
 def _written_dtype(routes: Routes, form: Form) -> str:
-    """As narrow as the ids allow: unsigned where no row is marked -1, signed where one may be."""
-    if form.missing == -1 and not routes.complete:
+    """As narrow as the ids allow: unsigned where nothing is marked -1, signed where a row or an unused place may be."""
+    if routes.layer_top_k or (form.missing == -1 and not routes.complete):
         return "int16" if routes.num_experts <= 1 << 15 else "int32"
     return "uint8" if routes.num_experts <= 256 else "uint16" if routes.num_experts <= 1 << 16 else "int32"
 
@@ -175,7 +162,7 @@ def decode(
         if zero_TL.any():
             ids = ids.astype(np.int32)
             ids[zero_TL] = -1
-    return Routes(ids, shape.layer_ids, shape.num_experts, start, check=check)
+    return Routes(ids, shape.layer_ids, shape.num_experts, start, layer_top_k=shape.layer_top_k, check=check)
 
 
 def _unpack(payload: Any, form: Form, start: int) -> tuple[Array, int]:
@@ -202,11 +189,16 @@ def _unpack(payload: Any, form: Form, start: int) -> tuple[Array, int]:
         ids = np.asarray(payload)
     except ValueError as error:
         raise UserError(f"nested lists must be [tokens][layers][top_k] of equal lengths: {error}") from error
-    if ids.size == 0:
-        ids = ids.astype(form.dtype or np.int32)
+    said = np.dtype(form.dtype or np.int32)
+    if ids.size == 0 or (form.container == "list" and said.kind == "u" and _within(ids, said)):
+        ids = ids.astype(said)  # a list does not say it, and the largest value of the type is its fill
     if ids.dtype.kind not in "iu":
         raise UserError(f"expert ids must be integers, got an array of {ids.dtype} {list(ids.shape)}")
     return ids, start
+
+
+def _within(ids: Array, dtype: np.dtype[Any]) -> bool:
+    return ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() <= np.iinfo(dtype).max
 
 
 def _brief(value: Any) -> str:
@@ -345,9 +337,8 @@ def encode_sglang(routes: Routes, num_hidden_layers: int | None = None, dtype: s
 def encode_packed(routes: Routes, *, binary: bool = False) -> dict[str, Any]:
     """The narrow self-describing form: a JSON object, `data` base64 text (or bytes with `binary`, for msgpack).
 
-    Raises UserError when layers choose different numbers of experts.
+    It has `layer_top_k` only where layers choose different numbers of experts.
     """
-    _refuse_narrow_rows(routes)
     data = _pack(np.ascontiguousarray(routes.experts_TLK), "bytes" if binary else "base64", 0)
     return {
         "format": PACKED,
@@ -356,6 +347,7 @@ def encode_packed(routes: Routes, *, binary: bool = False) -> dict[str, Any]:
         "start": routes.start,
         "layer_ids": list(routes.layer_ids),
         "num_experts": routes.num_experts,
+        **({"layer_top_k": list(routes.layer_top_k)} if routes.layer_top_k else {}),
         "data": data,
     }
 
@@ -372,9 +364,11 @@ def decode_packed(payload: Mapping[str, Any], *, check: bool = True) -> Routes:
         raise UserError(f"packed routes lack {', '.join(lacking)}")
     with malformed("the packed object"):
         shape, num_experts = payload["shape"], operator.index(payload["num_experts"])
-        if len(shape) != 3 or payload["dtype"] != str(narrow_dtype(num_experts, int(shape[2]))):
+        layer_top_k = payload.get("layer_top_k")
+        if len(shape) != 3 or payload["dtype"] != str(narrow_dtype(num_experts, 1 if layer_top_k else int(shape[2]))):
             raise UserError(f"{payload['dtype']} of shape {shape} is not how {num_experts} experts are packed")
         data = payload["data"]
         blob = _text_to_bytes(data, "base64") if isinstance(data, str) else data
         ids_TLK = _reshape(_from_bytes(blob, payload["dtype"]), shape)
-        return Routes(ids_TLK, payload["layer_ids"], num_experts, operator.index(payload["start"]), check=check)
+        start = operator.index(payload["start"])
+        return Routes(ids_TLK, payload["layer_ids"], num_experts, start, layer_top_k=layer_top_k, check=check)

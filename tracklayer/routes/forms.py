@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tracklayer.errors import UserError
-from tracklayer.routes.record import Routes, narrow_dtype
+from tracklayer.routes.record import Routes, differing, narrow_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +23,18 @@ class RouteShape:
     layer_ids          decoder layers that route, ascending
     top_k, num_experts K, and the bound of ids (zero experts count, shared ones do not)
     num_hidden_layers  H, all decoder layers; None: unknown, then forms over all layers can not be used
+    layer_top_k        how many experts each layer chooses where they differ, K being the largest; None: all choose K
     """
 
     layer_ids: tuple[int, ...]
     top_k: int
     num_experts: int
     num_hidden_layers: int | None = None
+    layer_top_k: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.layer_top_k != differing(self.layer_top_k, len(self.layer_ids), self.top_k):
+            raise UserError(f"all layers choose {self.top_k} experts: leave layer_top_k out")
 
     @classmethod
     def of(cls, routes: Routes, num_hidden_layers: int | None = None) -> RouteShape:
@@ -37,12 +43,13 @@ class RouteShape:
             top_k=routes.top_k,
             num_experts=routes.num_experts,
             num_hidden_layers=num_hidden_layers,
+            layer_top_k=routes.layer_top_k,
         )
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type in which ids are kept (`narrow_dtype`)."""
-        return narrow_dtype(self.num_experts, self.top_k)
+        return narrow_dtype(self.num_experts, 1 if self.layer_top_k else self.top_k)
 
     @property
     def bytes_per_token(self) -> int:

@@ -67,7 +67,7 @@ def _aborted(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> bool:
 
 def _empty(shape: RouteShape, start: int) -> Routes:
     none_TLK = np.empty((0, len(shape.layer_ids), shape.top_k), np.uint8)
-    return Routes(none_TLK, shape.layer_ids, shape.num_experts, start)
+    return Routes(none_TLK, shape.layer_ids, shape.num_experts, start, layer_top_k=shape.layer_top_k)
 
 
 def from_sglang(

@@ -133,6 +133,7 @@ def _describe(shape: RouteShape, metadata: Mapping[str, str]) -> dict[str, str]:
         "num_experts": str(shape.num_experts),
         "top_k": str(shape.top_k),
         "num_hidden_layers": json.dumps(shape.num_hidden_layers),
+        **({"layer_top_k": json.dumps(list(shape.layer_top_k))} if shape.layer_top_k else {}),
     }
     for key, value in metadata.items():
         if key in described or not isinstance(value, str):
@@ -174,6 +175,7 @@ class RouteFile(Sequence[Routes]):
                 top_k=int(described.pop("top_k")),
                 num_experts=int(described.pop("num_experts")),
                 num_hidden_layers=hidden,
+                layer_top_k=tuple(top_k_L) if (top_k_L := json.loads(described.pop("layer_top_k", "null"))) else None,
             )
             samples = len(self._arrays["starts"])
             owned = [("rows", self._arrays["experts"], self._arrays["row_offsets"])]
@@ -228,7 +230,8 @@ class RouteFile(Sequence[Routes]):
         i = self._sample(index)
         first, end = self._arrays["row_offsets"][i : i + 2]
         rows = self._arrays["experts"][first:end]
-        return Routes(rows, self.shape.layer_ids, self.shape.num_experts, int(self._arrays["starts"][i]))
+        shape, start = self.shape, int(self._arrays["starts"][i])
+        return Routes(rows, shape.layer_ids, shape.num_experts, start, layer_top_k=shape.layer_top_k)
 
     def __iter__(self) -> Iterator[Routes]:
         return (self[i] for i in range(len(self)))

@@ -35,9 +35,11 @@ class LoadedModel:
     def route_shape(self) -> RouteShape:
         """Of the model's routes: widest top_k and largest expert count of its routers; zeros for a dense model."""
         routers = self.spec.routers
+        top_k_L = tuple(router.top_k for router in routers)
         return RouteShape(
             layer_ids=self.spec.moe_layers,
-            top_k=max((r.top_k for r in routers), default=0),
+            top_k=max(top_k_L, default=0),
+            layer_top_k=top_k_L if len(set(top_k_L)) > 1 else None,
             num_experts=max((r.num_logits for r in routers), default=0),
             num_hidden_layers=len(self.spec.layers),
         )

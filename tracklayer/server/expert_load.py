@@ -18,5 +18,5 @@ class ExpertLoad:
         """Count the rows of one sequence. Raises IncompleteRoutes when one is missing."""
         routes.require_complete()
         self.rows += len(routes)
-        for layer, counts_E in enumerate(self.counts_LE):
-            counts_E += np.bincount(routes.experts_TLK[:, layer].ravel(), minlength=len(counts_E))
+        for layer, (counts_E, top_k) in enumerate(zip(self.counts_LE, routes.top_k_L, strict=True)):
+            counts_E += np.bincount(routes.experts_TLK[:, layer, :top_k].ravel(), minlength=len(counts_E))
