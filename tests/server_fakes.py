@@ -329,7 +329,8 @@ class FakeEngine:
             "num_running_reqs": len(self.live), "num_waiting_reqs": 0, "num_used_tokens": 0,
             "max_total_num_tokens": self.info.max_total_tokens, "token_usage": 0.0,
             "weight_version": self.weight_version,
-            "generated_tokens": self.generated,
+            "generated_tokens": self.generated, "paused": self.paused,
+            "released_memory": self.released or [],
         }  # fmt: skip
 
     def _do_update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> str:

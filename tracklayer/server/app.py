@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 
 import tracklayer
 from tracklayer.errors import TracklayerError
-from tracklayer.server import control, inference, info, native, openai_chat, openai_completions, page
+from tracklayer.server import control, inference, info, native, openai_chat, openai_completions, page, vllm_control
 from tracklayer.server.config import ServerConfig
 from tracklayer.server.docs import Application
 from tracklayer.server.errors import on_fault, on_http_error, on_tracklayer_error
@@ -15,7 +15,7 @@ from tracklayer.server.gate import Gate
 from tracklayer.server.service import Service
 from tracklayer.server.tracing import TraceContext
 
-ROUTERS = (native, openai_completions, openai_chat, inference, control, info, page)
+ROUTERS = (native, openai_completions, openai_chat, inference, control, vllm_control, info, page)
 
 
 def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
@@ -29,5 +29,5 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app.add_exception_handler(Exception, on_fault)
     if config.traces_to is not None:
         app.add_middleware(TraceContext)
-    app.add_middleware(Gate, config=config, control_paths=control.CONTROL_PATHS)
+    app.add_middleware(Gate, config=config, control_paths=control.CONTROL_PATHS | vllm_control.PATHS)
     return app

@@ -43,6 +43,11 @@ ANSWERS: dict[str, Any] = {
     "/update_weight_version": replies.Outcome,
     "/weights_checker": replies.Outcome,
     "/get_weights_by_name": list[Any],
+    "/pause": replies.Status,
+    "/resume": replies.Status,
+    "/is_paused": replies.IsPaused,
+    "/is_sleeping": replies.IsSleeping,
+    "/get_world_size": replies.WorldSize,
     "/release_memory_occupation": None,
     "/resume_memory_occupation": None,
 }
@@ -54,6 +59,7 @@ STREAMED: dict[str, Any] = {
     "/v1/chat/completions": replies.ChatChunk | replies.StreamError,
 }
 UNFOUND = ("/v1/models/{name}", "/metrics")
+EMPTY = ("/abort_request", "/sleep", "/wake_up", "/reset_prefix_cache")  # a 200 without a body
 HEALTH = ("/health", "/health_generate", "/ready", "/ping")
 # status -> (what it means, body). Native endpoints answer 400 in more than one shape.
 ERRORS: dict[str, tuple[str, Any]] = {

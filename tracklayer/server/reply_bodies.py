@@ -45,6 +45,7 @@ class PackedRoutes(Reply):
     start: int
     layer_ids: list[int]
     num_experts: int
+    layer_top_k: list[int] | None = None
     data: str
 
 
@@ -264,6 +265,22 @@ class Cards(Reply):
 class Done(Reply):
     message: str
     status: Literal["ok"]
+
+
+class Status(Reply):
+    status: Literal["paused", "resumed"]
+
+
+class IsPaused(Reply):
+    is_paused: bool
+
+
+class IsSleeping(Reply):
+    is_sleeping: bool
+
+
+class WorldSize(Reply):
+    world_size: int
 
 
 class Outcome(OpenReply):
