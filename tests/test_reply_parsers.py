@@ -147,6 +147,7 @@ REPLIES = [
     ("deepseek-r1", "", "cut short ", ("cut short", "")),
     ("glm45", "", "\n<think>x</think>y", ("x", "\ny")),
     ("kimi", "", "◁think▷x◁/think▷y", ("x", "y")),
+    ("mistral", "", "[THINK]x [y][/THINK]z", ("x [y]", "z")),
     ("minimax", "", "x\n</think>\n\ny", ("x", "y")),
     ("gpt-oss", "", "<|channel|>analysis<|message|>x y<|end|><|start|>assistant<|channel|>final<|message|>z",
      ("x y", "z")),

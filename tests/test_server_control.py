@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from server_fakes import route_rows
 from server_http import GREEDY, TOKENIZER, serving
 
+from tracklayer.server.app import ROUTERS
 from tracklayer.server.control import CONTROL_PATHS, NOT_BUILT
 
 
@@ -114,6 +116,14 @@ async def test_get_weights_by_name_both_ways():
             assert reply.json() == [1.0, 1.0]
         assert (await client.post("/get_weights_by_name", json={"name": "x"})).status_code == 400
         assert (await client.get("/get_weights_by_name?name=a&truncate_size=-1")).status_code == 400
+
+
+def test_the_page_of_the_server_names_every_endpoint():
+    page = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    paths = {route.path_format for module in ROUTERS for route in module.router.routes}
+    assert not [
+        path for path in paths if f"`{path.replace('{name}', 'NAME').replace('{name:path}', 'NAME')}" not in page
+    ]
 
 
 async def test_what_is_not_built_says_so():
