@@ -185,6 +185,49 @@ def test_windows_that_a_step_completes(rate):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_padded_step_of_many_gives_what_each_gives_alone(kind):
+    """As a graph of a mixed step lays it: two decodes, a padded one, two prompts, padded tokens; lengths not known."""
+    module, _ = build(kind)
+    generator = torch.Generator().manual_seed(7)
+    past, counts = (13, 5, 0, 4, 0), (1, 1, 1, 9, 6)  # the third line is scratch: row 5, slot 0
+    sequences = [torch.randn(p + n, HIDDEN, generator=generator) for p, n in zip(past, counts, strict=True)]
+    caches = Caches.allocate(200, [module.spec], None, torch.float32, CPU)
+    table = torch.zeros(6, 64, dtype=torch.int32)
+    expected, rows = [], (3, 0, 5, 1, 4)
+    for b, (x, p) in enumerate(zip(sequences, past, strict=True)):
+        alone = Caches.allocate(200, [module.spec], None, torch.float32, CPU)
+        expected.append(module(x, batch_of(alone, 0, len(x)))[p:])
+        if b != 2:
+            table[rows[b], : len(x)] = 10 + 30 * b + torch.arange(len(x), dtype=torch.int32)
+        if p:
+            positions = torch.arange(p, dtype=torch.int32)
+            fields = {"slots_T": table[rows[b], :p], "rows_B": torch.tensor([rows[b]]), "slot_table_RC": table}
+            module(x[:p], batch_of(caches, 0, p, positions_T=positions, **fields))
+    positions = [torch.arange(p, p + n, dtype=torch.int32) for p, n in zip(past, counts, strict=True)]
+    slots = [table[row][at.long()] for row, at in zip(rows, positions, strict=True)]
+    padding = torch.zeros(3, dtype=torch.int32)
+    starts = torch.tensor([0, *np.cumsum(counts), *[sum(counts)] * 2], dtype=torch.int32)  # two lines hold no sequence
+    batch = Batch(
+        token_ids_T=torch.cat([*positions, padding]),
+        positions_T=torch.cat([*positions, padding]),
+        slots_T=torch.cat([*slots, padding]),
+        rows_B=torch.tensor([*rows, 5, 5], dtype=torch.int32),
+        starts_B1=starts,
+        lens_B=torch.tensor([p + n for p, n in zip(past, counts, strict=True)] + [0, 0], dtype=torch.int32),
+        slot_table_RC=table,
+        max_query=12,
+        max_len=64,
+        num_decodes=3,
+        kv=caches.kv,
+    )
+    x = torch.cat([*(x[p:] for x, p in zip(sequences, past, strict=True)), torch.zeros(3, HIDDEN)])
+    found = module(x, batch)[: sum(counts)].split(counts)
+    for b in (0, 1, 3, 4):
+        torch.testing.assert_close(found[b], expected[b], atol=1e-5, rtol=1e-5)
+    assert found[2].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_step_asks_the_device(kind):
     """Tensors without values: whatever would wait for one (and so break a CUDA graph) raises."""
     with FakeTensorMode():

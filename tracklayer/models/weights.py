@@ -215,7 +215,8 @@ def dummy_weights(model: Decoder, seed: int) -> None:
         data = owner.data
         if not data.is_floating_point():
             high = model.spec.routers[0].num_experts
-            data.copy_(torch.rand(data.shape, generator=generator, device=device).argsort(-1) % high)
+            first = torch.randint(high, (len(data), 1), generator=generator, device=device)  # of K neighbours, mixed
+            data.copy_((first + torch.rand(data.shape, generator=generator, device=device).argsort(-1)) % high)
         elif data.dim() == 1:
             centre = 1.0 if name.endswith(("norm.weight", "stream_scale", "expert_scale")) else 0.0
             data.copy_(centre + 0.05 * torch.randn(data.shape, generator=generator, device=device))
