@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tracklayer.bench import online
+from tracklayer.bench import curves, online
 from tracklayer.bench.offline import Measurement, Stopwatch, measure
 from tracklayer.bench.report import environment, line, share_of_floor, table
 from tracklayer.bench.shapes import footprint, write_shape
@@ -42,6 +42,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--mem-fraction-static", type=float, default=0.88)
     p.add_argument("--disable-cuda-graph", action="store_true")
     p.add_argument("--disable-overlap-schedule", action="store_true")
+    p.add_argument("--curves", action="store_true", help="the cost of a decode step by batch size and context instead")
+    p.add_argument("--batches", default="1,2,4,8,16,32,64,128,256,512", help="with --curves: sequences of a step")
+    p.add_argument("--contexts", default="128,1024,4096,16384,32768", help="with --curves: tokens of each sequence")
+    p.add_argument("--time-limit", type=float, default=600, help="with --curves: seconds, start-up included")
+    p.add_argument("--plot", help="with --curves: write the plot to this SVG file")
     p.add_argument("--out", help="append the JSON lines to this file too")
     return p
 
@@ -70,7 +75,9 @@ def main(argv: list[str]) -> int:
             with Path(args.out).open("a") as file:
                 file.write(text + "\n")
 
-    if args.url:
+    if args.curves:
+        curves.run(args, command, emit)
+    elif args.url:
         online.run(args.url, workloads, args, command, emit)
     else:
         offline(args, workloads, command, emit)

@@ -151,10 +151,17 @@ class Footprint:
     moe_layers: int
     kv: tuple[tuple[int, int | None], ...]
 
-    def bytes_per_step(self, batch: int, context_tokens: int, itemsize: int = 2) -> float:
-        """Bytes that one decode step of `batch` sequences must read: weights once, expected distinct experts, KV."""
-        missed = (1 - self.top_k / self.num_experts) ** batch if self.num_experts else 1.0
-        experts = self.moe_layers * self.num_experts * (1 - missed) * self.expert
+    def bytes_per_step(
+        self, batch: int, context_tokens: int, itemsize: int = 2, *, experts_hit: float | None = None
+    ) -> float:
+        """Bytes that one decode step of `batch` sequences must read: weights once, distinct experts, KV.
+
+        experts_hit: distinct experts of a layer, where they were counted; else as many as a random choice expects.
+        """
+        if experts_hit is None:
+            missed = (1 - self.top_k / self.num_experts) ** batch if self.num_experts else 1.0
+            experts_hit = self.num_experts * (1 - missed)
+        experts = self.moe_layers * experts_hit * self.expert
         cached = sum(width * min(context_tokens, window or context_tokens) for width, window in self.kv)
         return itemsize * (self.always + experts + cached * batch)
 
