@@ -131,7 +131,7 @@ class Point:
         return float(np.mean([len(np.unique(rows_BLK[:, layer])) for layer in range(rows_BLK.shape[1])]))
 
 
-def measure(core: EngineCore, batch: int, context: int, seed: int) -> dict[str, Any]:
+def measure(core: EngineCore, batch: int, context: int, seed: int, bandwidth: float | None = None) -> dict[str, Any]:
     """Milliseconds of a step (median, least, most), tokens a second, bytes it must read, the share of the floor."""
     point = Point(core, batch, context, seed)
     available = core.scheduler.config.num_slots
@@ -153,7 +153,6 @@ def measure(core: EngineCore, batch: int, context: int, seed: int) -> dict[str, 
         mean_context = context - (STEPS - 1) / 2
         needed = feet.bytes_per_step(batch, round(mean_context), core.model.dtype.itemsize, experts_hit=hit)
         found |= {"needed_bytes": needed, "needed_bytes_per_s": needed / seconds}
-        bandwidth = READ_BANDWIDTH.get(environment()["device"])
         if bandwidth:
             found |= {"floor_ms": round(needed / bandwidth * 1e3, 4), "share_of_floor": needed / bandwidth / seconds}
     return found
@@ -192,7 +191,7 @@ def run(args: argparse.Namespace, command: str, emit: Callable[[str], None]) -> 
             if time.monotonic() > deadline:
                 print(f"the time is over before batch {batch} at {context} tokens; raise --time-limit", flush=True)
                 break
-            found = measure(core, batch, context, args.seed)
+            found = measure(core, batch, context, args.seed, READ_BANDWIDTH.get(env["device"]))
             emit(json.dumps({"curve": shape, **found, "recording": recording, "command": command, **env}))
             points += [found] if "ms_a_step" in found else []
             if args.plot and points:

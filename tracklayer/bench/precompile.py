@@ -61,8 +61,10 @@ def compile_ahead(
     taken, done = context.Value("i", 0), context.Array("b", len(jobs))
 
     def work() -> None:
+        import torch
         from triton.errors import TritonError
 
+        torch.set_num_threads(1)  # as many processes as cores are at work
         compile_only(capability, modules)
         while time.monotonic() < deadline:
             with taken.get_lock():
@@ -72,7 +74,12 @@ def compile_ahead(
             try:
                 jobs[mine]()
                 done[mine] = 1
-            except (TritonError, RuntimeError) as error:  # a schedule that this target can not have: left out
+            except (
+                TritonError,
+                RuntimeError,
+                ValueError,
+                AssertionError,
+            ) as error:  # a schedule this target can not have
                 print(f"does not compile: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
     children = [context.Process(target=work, daemon=True) for _ in range(processes or os.cpu_count() or 1)]

@@ -164,7 +164,10 @@ class Search:
     def measure(self, config: Config) -> float | None:
         try:
             y_TD = self.chain.run(config)
-        except TritonError:
+        except (TritonError, RuntimeError) as error:
+            if self.chain.device.type == "cuda":
+                torch.cuda.synchronize()  # raises anew what has broken more than this launch
+            print(f"can not run {config}: {str(error)[:200]}", flush=True)
             return None
         if not float((y_TD - self.wanted_TD).norm()) <= SAME * float(self.wanted_TD.norm()):
             self.wrong.append(config)
