@@ -160,11 +160,13 @@ def test_every_column_of_the_cache_is_used_once():
     module, _ = build("sparse")
     spec, columns = module.spec, [range(module.spec.width)]
     for made in (module.compressor, module.indexer.compressor):
-        columns += [range(part.start, part.stop) for part in (made.entry, made.inputs)]
+        columns.append(range(made.inputs.start, made.inputs.stop))
+        own_values = range(made.inputs.start + made.width, made.inputs.start + 2 * made.width)
+        assert range(made.entry.start, made.entry.stop) == own_values
     assert sorted(c for part in columns for c in part) == list(range(spec.head_dim))
-    assert kv_bytes_per_slot([spec], torch.bfloat16) == 2 * spec.head_dim == 2 * (10 + 10 * 5 + 8 * 5)
+    assert kv_bytes_per_slot([spec], torch.bfloat16) == 2 * spec.head_dim == 2 * (10 + 10 * 4 + 8 * 4)
     assert build("window")[0].spec.head_dim == 10
-    assert build("heavy")[0].spec.head_dim == 10 + 10 * 3
+    assert build("heavy")[0].spec.head_dim == 10 + 10 * 2
 
 
 @pytest.mark.parametrize("rate", [2, 3, 7])

@@ -52,7 +52,8 @@ class Compressor(nn.Module):
     """An entry: norm(sum_j softmax_j(gate_j + bias_j) * value_j) over its tokens j, channel by channel, then turned.
 
     Value and gate are projections of the token; with overlap each has two halves, of which the first serves the next
-    window's entry and the second that of its own. Columns of the cache from `at` on: entry, values, gates.
+    window's entry and the second that of its own. They lie in the cache's columns from `at` on; a window's entry takes
+    the place of its last token's own value, which nothing reads any more.
     Parts: kv, gate, bias, norm.
     """
 
@@ -64,8 +65,8 @@ class Compressor(nn.Module):
         self.down = Linear(hidden_size, {"kv": inputs, "gate": inputs})
         self.bias_rX = parameter(self.spec.rate, inputs, dtype=torch.float32)
         self.norm = parameter(width)
-        self.entry = slice(at, at + width)
-        self.inputs = slice(at + width, at + width + 2 * inputs)
+        self.inputs = slice(at, at + 2 * inputs)
+        self.entry = slice(at + inputs - width, at + inputs)
 
     def forward(self, x_TD: Tensor, cache_SX: Tensor, rows_T: Tensor, batch: Batch) -> None:
         """Keep what entries are made of, and make those that the step completes."""

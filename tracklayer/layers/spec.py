@@ -205,12 +205,12 @@ class CompressedSpec:
 
     @property
     def head_dim(self) -> int:
-        """Numbers that the cache keeps of a token: its vector, and for each compressor an entry and what makes it."""
+        """Numbers that the cache keeps of a token: its vector, and for each compressor what entries are made of."""
         made = self.compressor
         if made is None:
             return self.width
         entries = self.width + (made.indexer.head_dim if made.indexer else 0)
-        return self.width + entries * (1 + 2 * made.series)
+        return self.width + entries * 2 * made.series
 
     @property
     def value_dim(self) -> int:
