@@ -98,7 +98,9 @@ class EngineProcess:
         log_style: LogStyle = PLAIN,
     ) -> None:
         base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-        self._folder = Path(tempfile.mkdtemp(prefix="tracklayer-", dir=base))  # readable by this user alone
+        self._folder = Path(
+            tempfile.mkdtemp(prefix=f"tracklayer-{os.getpid()}-", dir=base)
+        )  # readable by this user alone
         self._context: zmq.Context[Any] = zmq.Context()
         wire = Wire(self._folder)
         self._out = Line(self._context, zmq.PUSH, f"ipc://{self._folder}/calls", wire, bind=True)
