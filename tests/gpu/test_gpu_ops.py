@@ -83,7 +83,7 @@ def test_whole_prompts_on_hopper_beside_poison(heads, kv_heads, dtype, bound):
     k[starts[-1] :] = v[starts[-1] :] = torch.nan
     seen = torch.tensor([-1 if b in others else n for b, n in enumerate(lens)], dtype=torch.int32, device="cuda")
     out = torch.full((tokens, heads, 128), 7.0, dtype=dtype, device="cuda")
-    attention_hopper.prompt_attention(q, k, v, starts_B1=starts, lens_B=seen, scale=0.1, out_TNE=out)
+    attention_hopper.hopper_attention(q, k, v, starts_B1=starts, lens_B=seen, scale=0.1, out_TNE=out)
     for b, n in enumerate(lens):
         at = slice(int(starts[b]), int(starts[b]) + n)
         if b in others:

@@ -96,7 +96,7 @@ def prompt_attention(
     if not use_triton(q_TND):
         return _prompt_attention_ref(q_TND, k_THD, v_THE, scale=scale, **where, **rule)
     if attention_hopper.serves(q_TND, k_THD, v_THE, rule):
-        return attention_hopper.prompt_attention(q_TND, k_THD, v_THE, scale=scale, **where)
+        return attention_hopper.hopper_attention(q_TND, k_THD, v_THE, scale=scale, **where)
     return paged_prefill(q_TND, k_THD, v_THE, slot_table_RC=None, rows_B=None, scale=scale, **where, **rule)
 
 

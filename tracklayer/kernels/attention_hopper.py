@@ -40,7 +40,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def serves(q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, rule: dict[str, Any]) -> bool:
-    """Whether `prompt_attention` can take these: a Hopper GPU, 16 bits, heads 128 wide, a plain causal rule."""
+    """Whether `hopper_attention` can take these: a Hopper GPU, 16 bits, heads 128 wide, a plain causal rule."""
     return (
         q_TND.is_cuda
         and is_hopper(q_TND.device)
@@ -272,7 +272,7 @@ if gluon is not None:
         )
 
 
-def prompt_attention(
+def hopper_attention(
     q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, *, starts_B1: Tensor, lens_B: Tensor, scale: float, out_TNE: Tensor
 ) -> Tensor:
     """Causal attention of every sequence with lens_B > 0 over its own tokens; see `serves` for what it takes.
