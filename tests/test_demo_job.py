@@ -164,3 +164,35 @@ def test_table_picture_and_route_file(tmp_path):
     job.write_routes(samples, tmp_path / "routes.safetensors", tmp_path)
     stored = RouteFile(tmp_path / "routes.safetensors")
     assert [routes == s.routes for routes, s in zip(stored, samples, strict=True)] == [True] * 3
+
+
+def test_the_device_follows_the_servers_flags(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert job.uses_gpu([]) and job.uses_gpu(["--device", "cuda", "--page-size", "4"])
+    assert not job.uses_gpu(["--device", "cpu"]) and not job.uses_gpu(["--page-size", "4", "--device=cpu"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not job.uses_gpu([])
+
+
+@pytest.mark.parametrize(
+    "change, ok",
+    [
+        ({}, True),
+        ({"complete": 0.99}, False),
+        ({"wrong": 1}, False),
+        ({"greedy_gap": 0.6}, False),
+        ({"bfloat16_greedy_gap": 0.6}, False),
+        ({"bfloat16_greedy_gap": 0.1}, True),
+    ],
+)
+def test_passed(change, ok):
+    assert job.passed({"complete": 1.0, "wrong": 0, "greedy_gap": 0.0, **change}) is ok
+
+
+def test_greedy_looks_at_greedy_answers_alone(monkeypatch):
+    answer = check.Answer(tokens=3, differing=1, worst_gap=0.2)
+    monkeypatch.setattr(check, "answer", lambda referee, input_ids, output_ids: answer)
+    found = job.greedy(None, [sample(10), sample(12, n=4), sample(14)])
+    assert found == {"greedy_tokens": 6, "greedy_same": 4, "greedy_gap": 0.2}
