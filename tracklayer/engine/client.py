@@ -78,7 +78,8 @@ class EngineClient(Protocol):
 
     def control(self, name: str, /, **arguments: Any) -> Future[Any]:
         """Run one control operation between steps: flush_cache, pause, resume, loads, update_weights_from_disk,
-        get_weights_by_name, update_weight_version, release_memory, resume_memory. Errors come through the future."""
+        get_weights_by_name, update_weight_version, check_weights, release_memory, resume_memory, start_profile,
+        stop_profile, freeze_gc. Errors come through the future."""
 
     def alive(self) -> bool: ...
 
