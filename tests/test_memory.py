@@ -216,3 +216,13 @@ def test_the_python_engine_releases_and_resumes(checkpoint):
             engine.resume_memory_occupation(["soul"])
         assert engine.resume_memory_occupation() is None
         assert engine.generate(**ask)["output_ids"] == before
+
+
+def test_memory_that_others_share_stays_and_so_does_the_rest(checkpoint):
+    """numpy on a weight pins its storage on a CPU: nothing is released then, half or whole."""
+    core = make_core(checkpoint, **SAVER)
+    operations, before, held = Operations(core), answers(core), held_bytes(core)
+    assert core.model.decoder.norm.weight.detach().numpy() is not None
+    with pytest.raises(UserError, match="numpy"):
+        operations.release_memory()
+    assert held_bytes(core) == held and not core.blocked and answers(core) == before

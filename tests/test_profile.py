@@ -85,3 +85,26 @@ def test_steps_are_counted_where_the_engine_counts_them(tmp_path):
     assert not list(tmp_path.iterdir())
     profiler.advance(8)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_goes_wrong_with_a_profile_ends_the_profile_alone(engine, tmp_path, caplog):
+    """Another profiler in the process, a folder that is gone: the engine goes on, and the next profile works."""
+    orders = Profiler()
+    folder = tmp_path / "gone"
+    orders.start(0, str(folder), num_steps=1, activities=["CPU"])
+    folder.rmdir()
+    folder.touch()
+    orders.advance(1)
+    assert "can not be written" in caplog.text
+    with pytest.raises(UserError, match="no profile"):
+        orders.stop()
+    engine.start_profile(output_dir=str(tmp_path / "later"), start_step=1)
+    (tmp_path / "later").rmdir()
+    (tmp_path / "later").touch()
+    engine.generate(**ASK)
+    with pytest.raises(UserError, match="can not be written"):
+        engine.stop_profile()
+    assert len(engine.generate(**ASK)["output_ids"]) == 12
+    engine.start_profile(output_dir=str(tmp_path / "good"))
+    engine.generate(**ASK)
+    assert steps_in(engine.stop_profile()) == 12

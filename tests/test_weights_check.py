@@ -11,7 +11,7 @@ from engine_tools import make_core, prompts, request
 from torch import nn
 
 from tracklayer.engine.operations import Operations
-from tracklayer.engine.weights_check import PIECE_BYTES, WeightsCheck, checksums, pieces
+from tracklayer.engine.weights_check import PIECE_BYTES, WeightsCheck, checksums, pieces, spoil
 from tracklayer.errors import UserError
 
 
@@ -96,3 +96,9 @@ def test_wrong_questions_are_user_errors(operations):
         core.step()
     with pytest.raises(UserError, match="running"):
         operations.check_weights("reset_tensors")
+
+
+def test_small_types_are_spoiled_too():
+    tensors = {"x": torch.ones(5, 3, dtype=torch.float8_e4m3fn), "i": torch.ones(4, dtype=torch.int32)}
+    spoil(tensors)
+    assert len(tensors["x"].float().unique()) > 3 and (tensors["i"] == 0).all()

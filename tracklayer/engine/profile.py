@@ -72,17 +72,21 @@ class Profiler:
             with_stack=with_stack,
             record_shapes=record_shapes,
         )
-        self.advance(step)
+        if step >= first:
+            self._profile = self._begin(self._order)
 
     def advance(self, step: int) -> None:
         """Told between steps how many there were: begins and ends what was ordered."""
         order = self._order
         if order is None:
             return
-        if self._profile is None and step >= order.first:
-            self._profile = self._begin(order)
-        elif self._profile is not None and order.last is not None and step >= order.last:
-            self.stop()
+        try:
+            if self._profile is None and step >= order.first:
+                self._profile = self._begin(order)
+            elif self._profile is not None and order.last is not None and step >= order.last:
+                self.stop()
+        except UserError as error:
+            log.error("%s", error)  # nobody waits for an answer
 
     def _begin(self, order: ProfileOrder) -> profile:
         kinds = [ProfilerActivity.CPU] if set(order.activities) & {"CPU", "MEM"} else []
@@ -94,21 +98,31 @@ class Profiler:
             with_stack=order.with_stack,
             profile_memory="MEM" in order.activities,
         )
-        begun.start()
+        try:
+            begun.start()
+        except RuntimeError as error:  # one profile a process, whoever takes it
+            self._order = None
+            raise UserError(f"the profile can not begin: {error}") from error
         return begun
 
     def stop(self) -> str | None:
-        """End the profile and write it; its path, None when it had not begun. Raises UserError when there is none."""
+        """End the profile and write it; its path, None when it had not begun.
+
+        Raises UserError when there is none, and when it can not be written.
+        """
         if self._order is None:
             raise UserError("no profile is being taken: start one first (/start_profile)")
         order, taken = self._order, self._profile
         self._order = self._profile = None
         if taken is None:
             return None
-        taken.stop()
         path = (
             Path(order.folder) / f"tracklayer-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9}.trace.json.gz"
         )
-        taken.export_chrome_trace(str(path))
+        try:
+            taken.stop()
+            taken.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"the profile can not be written to {path}: {error}") from error
         log.info("profile written to %s", path)
         return str(path)

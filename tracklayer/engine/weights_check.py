@@ -43,7 +43,7 @@ class WeightsCheck:
         if action == "compare":
             return {"different": self._different(tensors)}
         if action == "snapshot":
-            self._snapshot = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            self._snapshot = copies(tensors)
         else:
             spoil(tensors)
         return {}
@@ -67,6 +67,15 @@ def checksums(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {"checksums": each, "per_gpu_checksum": whole.hexdigest()}
 
 
+def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory. Raises UserError when it has no room."""
+    try:
+        return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    except RuntimeError as error:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        raise UserError(f"host memory has no room for a snapshot of {size / 2**30:.1f} GiB: {error}") from error
+
+
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
     """The bytes of a tensor, uint8, a piece at a time."""
     yield from tensor.contiguous().reshape(-1).view(torch.uint8).split(PIECE_BYTES)
@@ -83,7 +92,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def spoil(tensors: dict[str, Tensor]) -> None:
     """Overwrite everything, so that only an update that brings every tensor makes it right again."""
     for tensor in tensors.values():
-        if tensor.is_floating_point():
-            tensor.uniform_()
-        else:
+        if not tensor.is_floating_point():
             tensor.zero_()
+            continue
+        for piece in tensor.view(-1).split(PIECE_BYTES // 4):
+            piece.copy_(torch.rand(piece.shape, device=piece.device))  # in float32: small types have no random numbers

@@ -65,11 +65,14 @@ class Memory:
     def release(self, tags: Iterable[str] | None = None) -> None:
         """Give the memory of these tags (None: all) back to the device; tags that are away already are fine.
 
-        Raises UserError for an unknown tag, and, with everything as it was, when the host has no room for the weights.
+        Raises UserError for an unknown tag, and, with everything as it was, when the host has no room for the weights,
+        or when others hold the memory too.
         """
         gone = [tag for tag in checked(tags) if tag not in self.released]
         if not gone:
             return
+        if not all(storage.resizable() for tag in gone for storage, _ in self._storages[tag]):
+            raise UserError("memory that numpy or others share can not be released")
         if "weights" in gone and self.source.backup:
             self._host = self._copies()
         self.released.update(gone)
