@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,11 @@ class EngineThread:
         if self._death is not None:
             self._consumer([_died(request.rid, self._death) for request in requests])
             return
-        self._inbox.put(lambda: [self.core.add(request) for request in requests] and None)
+        self._inbox.put(partial(self._add, requests))
+
+    def _add(self, requests: list[EngineRequest]) -> None:
+        for request in requests:
+            self.core.add(request)
 
     def abort(self, rid: str) -> None:
         self._inbox.put(lambda: self.core.abort(rid))
