@@ -4,9 +4,9 @@
 
 All rows are asked for in one gather, none before (a server fetches most of them while requests still run): one kernel,
 one copy into pinned memory, then a copy of each request's rows out of it. Slots are scattered over the pool as decode
-steps scatter them. The rows are compared with what was written. `--seconds` is the time of the workload; the default is that of W1 without
-recording on an H200 (results/offline_h200.json). Medians of `--rounds`; the last line is JSON, and the exit status says
-whether the share is below `--limit`.
+steps scatter them. The rows are compared with what was written. `--seconds` is the time of the workload; the default
+is that of W1 without recording on an H200 (results/offline_h200.json). Medians of `--rounds`; the last line is JSON,
+and the exit status says whether the share is below `--limit`.
 """
 
 from __future__ import annotations

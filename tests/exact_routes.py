@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from engine_tools import SMALL
-from moe_checks import steady
 
 from tracklayer.config import EngineConfig
 from tracklayer.engine.engine import EngineCore
@@ -23,8 +22,8 @@ from tracklayer.layers.moe import MoE
 from tracklayer.routes.record import fill_value
 from tracklayer.runner.load import load_model
 
-# How far rounding may move a logit of the tiny models (all below about 8): accumulation in float32; rounding to bf16.
-NEAR = {"float32": 2e-5, "bfloat16": 4e-2}
+# How far accumulating in float32, in any order, may move a logit of the tiny models (all below about 8).
+NEAR = 2e-5
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Tapped:
 
 @dataclass
 class Compared:
-    """Rows of (slot, layer): all; steady (no rounding changes the choice); those equal to the reference's."""
+    """Rows of (slot, layer): all; steady (no order of summing changes the choice); those equal to the reference's."""
 
     rows: int
     steady: int
@@ -52,7 +51,7 @@ class Compared:
     def check(self) -> None:
         """Every steady row equals the reference's, and of the near ties all but a few."""
         print(self)
-        assert self.rows > 100 and self.steady > 0.6 * self.rows, f"says too little: {self}"
+        assert self.rows > 100 and self.steady > 0.95 * self.rows, f"says too little: {self}"
         assert self.steady_same == self.steady, str(self)
         assert self.same >= 0.99 * self.rows, str(self)
 
@@ -80,7 +79,7 @@ def tapped_core(folder: Path, **config: Any) -> Tapped:
 
 
 def compare(tapped: Tapped) -> Compared:
-    """Every row that the pool holds, page 0 left out; `steady` as in moe_checks, with the bound that the dtype sets."""
+    """Every row that the pool holds, page 0 left out."""
     pool_SLK = tapped.core.runner.caches.pool.tensor_SLK
     page = tapped.core.config.page_size
     total = Compared(0, 0, 0, 0)
@@ -93,11 +92,13 @@ def compare(tapped: Tapped) -> Compared:
         logits_TE = x_TD.double() @ moe.gate_ED.double().t()
         if moe.gate_bias_E is not None:
             logits_TE += moe.gate_bias_E.double()
-        rest = {"bias_E": router.bias_E, "expert_scale_E": router.scale_E}
         dtype = x_TD.dtype if spec.gate_dtype == "model" else torch.float32  # what the rule says the logits are
+        rest = {"bias_E": router.bias_E, "expert_scale_E": router.scale_E}
         want_TK = select_experts_ref(logits_TE.to(dtype), spec, **rest).ids_TK
-        near = NEAR[str(dtype).removeprefix("torch.")]
-        same_T, steady_T = (got_TK == want_TK).all(1), steady(logits_TE, near, spec, **rest)
+        same_T, steady_T = (got_TK == want_TK).all(1), torch.ones(len(got_TK), dtype=torch.bool, device=x_TD.device)
+        for _ in range(20):
+            moved_TE = logits_TE + NEAR * torch.randn_like(logits_TE)
+            steady_T &= (select_experts_ref(moved_TE.to(dtype), spec, **rest).ids_TK == want_TK).all(1)
         total.rows += len(got_TK)
         total.steady += int(steady_T.sum())
         total.same += int(same_T.sum())

@@ -1,6 +1,6 @@
 """On a GPU: routes of graphs, eager, chunked and overlapped runs are the reference's choice on what each router read.
 
-Ids are compared exactly; only rows in which rounding could change the choice (near ties) may differ, and few do:
+Ids are compared exactly; only rows in which the order of summing could change the choice may differ, and few do:
 each case prints both counts (`pytest -rP`).
 """
 

@@ -63,7 +63,8 @@ def start(args: argparse.Namespace, batches: list[int], contexts: list[int]) -> 
     with torch.inference_mode():
         for caches in runner.caches.kv:
             for cache in caches:
-                cache.normal_()
+                if cache.is_floating_point():
+                    cache.normal_()
         if runner.device.type == "cuda" and not args.disable_cuda_graph:
             runner.graphs = DecodeGraphs(core.model.decoder, runner.rows, runner.caches, batches, runner.device)
             runner.graphs.capture()

@@ -37,6 +37,7 @@ from tracklayer.models.registry import resolve
 Config = dict[str, Any]
 # Most telling first: a run that is cut short has those. Between two of them the smaller one's entry holds.
 BATCHES = (1, 256, 16, 64, 16384, 4, 1024, 4096, 128, 32, 8, 2, 512)
+TUNED = Path(str(resources.files("tracklayer.kernels"))) / "tuned"
 COMPILE_SHARE = 0.4  # of the time limit
 FAR_BEHIND = 2.0  # a form whose first tiles take so many times the best is left
 SAME = 3e-2  # relative difference that 16 bits may make between two configurations' results
@@ -237,7 +238,7 @@ def tune(
 ) -> list[dict[str, Any]]:
     """Search every shape and batch size, sharing the time that is left; prints and returns a record of each."""
     env = environment()
-    shipped = Path(str(resources.files("tracklayer.kernels") / "tuned" / f"{tuning.device_key(env['device'])}.json"))
+    shipped = TUNED / f"{tuning.device_key(env['device'])}.json"
     records = []
     for i, shape in enumerate(shapes):
         shape_deadline = time.monotonic() + (deadline - time.monotonic()) / (len(shapes) - i)
@@ -270,6 +271,9 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     deadline = time.monotonic() + args.time_limit
     shapes, batches = shapes_of(args), batches_of(args.batches)
+    folder = Path(args.out).parent if args.out else TUNED
+    if folder.exists() and not os.access(folder, os.W_OK):
+        raise UserError(f"{folder} can not be written; give --out FILE")
     target = capability()
     if target is None:
         raise UserError("tune measures kernels on a CUDA GPU and found none")
