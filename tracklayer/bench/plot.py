@@ -64,7 +64,7 @@ def _chart(chart: Chart) -> str:
     if any(value <= 0 or not math.isfinite(value) for p in points for value in p):
         raise ValueError(f"{chart.title}: logarithmic axes need finite values above 0")
     xs, ys = zip(*points, strict=True)
-    x_ticks, y_ticks = ticks(min(xs), max(xs), 2.0), ticks(min(ys), max(ys), 10.0 if max(ys) > 8 * min(ys) else 2.0)
+    x_ticks, y_ticks = ticks(min(xs), max(xs), 2.0), ticks(min(ys), max(ys), 10.0 if max(ys) > 256 * min(ys) else 2.0)
 
     def x_at(x: float) -> float:
         low, high = math.log(x_ticks[0]), math.log(x_ticks[-1])
