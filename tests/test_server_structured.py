@@ -10,7 +10,9 @@ import re
 import httpx
 import pytest
 from server_fakes import fixed_script
-from server_http import TOKENIZER, events, serving
+from server_http import TOKENIZER, events, listening, serving
+from test_reply_parsers import BERLIN, PARIS, TWO_CALLS
+from test_reply_parsers import TOOLS as CLIENT_TOOLS
 from tiny import save
 
 from tracklayer.config import EngineConfig
@@ -186,3 +188,30 @@ async def test_a_random_model_writes_what_was_asked_for(folder):
         assert bad.status_code == 400 and "regex" in bad.json()["error"]["message"]
         bad = await client.post("/v1/completions", json={"prompt": "a", "ebnf": "root ::= foo"})
         assert bad.status_code == 400 and "foo" in bad.json()["message"]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "deepseekv4"])
+async def test_the_openai_client_puts_streamed_calls_together(parser):
+    """Its own accumulation of deltas, from a real socket: the calls of the whole reply."""
+    openai = pytest.importorskip("openai")
+    reply = f"A moment.\n{TWO_CALLS[parser]}"
+    async with (
+        listening(script(reply), tool_call_parser=parser, engine={"step_s": 0.003}) as (url, _, _, _),
+        httpx.AsyncClient() as http,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", http_client=http, max_retries=0) as client,
+    ):
+        ask = {"model": "m", "messages": CHAT, "tools": CLIENT_TOOLS}
+        whole = (await client.chat.completions.create(**ask)).choices[0]
+        names, deltas = [], 0
+        async with client.chat.completions.stream(**ask) as stream:
+            async for happened in stream:
+                if happened.type == "tool_calls.function.arguments.delta":
+                    names += [happened.name] if happened.name not in names else []
+                    deltas += 1
+            streamed = (await stream.get_final_completion()).choices[0]
+    assert streamed.finish_reason == whole.finish_reason == "tool_calls"
+    assert streamed.message.content == whole.message.content == "A moment."
+    calls = [
+        [(c.function.name, json.loads(c.function.arguments)) for c in m.message.tool_calls] for m in (whole, streamed)
+    ]
+    assert calls[0] == calls[1] == [PARIS, BERLIN] and names == ["weather"] and deltas > 4
