@@ -78,6 +78,10 @@ async def talk(service, sent):
         assert (await client.post("/flush_cache?timeout=10")).status_code == 200
         load = (await client.get("/v1/loads")).json()["loads"][0]
     assert (load["num_used_tokens"], load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0, 0)
+    for _ in range(1000):  # the front end hears of the end a moment later
+        if not service.frontend.num_running:
+            break
+        await asyncio.sleep(0.005)
     assert service.frontend.num_running == 0 and service.frontend.client.alive()
 
 
