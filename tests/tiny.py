@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 import transformers
-from reference_models.ling import LING
-from reference_models.plain import MODELS as PLAIN
+from reference_models.checkpoints import MODELS
 from safetensors.torch import load_file, save_file
 from tiny_mixers import MIXERS
 from tiny_variants import COMMON
 from tiny_variants import VARIANTS as BUILT
 from tiny_windows import WINDOWED
 
-MODELS = PLAIN | LING
 VARIANTS: dict[str, Any] = BUILT | WINDOWED | MIXERS | MODELS
 
 
