@@ -380,4 +380,5 @@ def test_the_tests_that_the_docs_name_are_there():
 
 
 def defined_in(path: Path) -> set[str]:
-    return {n.name for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef)} if path.is_file() else set()
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {n.name for n in ast.walk(tree_of(path)) if isinstance(n, kinds)} if path.is_file() else set()
