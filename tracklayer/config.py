@@ -78,6 +78,9 @@ class EngineConfig:
     chunked_prefill_size: int | None = flag(
         None, "prompt tokens in one step at most; default 16384 on a GPU, 1024 on a CPU; -1: no limit"
     )
+    block_confidence: float = flag(
+        0.95, "block diffusion: probability from which a token that a pass sampled stays; the likeliest always does"
+    )
     disable_radix_cache: bool = flag(False, "do not reuse prefixes")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before the next is planned")
     disable_cuda_graph: bool = flag(False, "run every step eagerly")
@@ -110,6 +113,8 @@ class EngineConfig:
                 raise UserError(f"{name} {wanted} was asked for, but an engine runs on one device; use {name} 1")
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise UserError(f"mem_fraction_static must lie between 0 and 1, got {self.mem_fraction_static!r}")
+        if not 0.0 <= self.block_confidence <= 1.0:
+            raise UserError(f"block_confidence must lie between 0 and 1, got {self.block_confidence!r}")
         chunk = self.chunked_prefill_size
         if chunk is not None and chunk != -1 and chunk < 1:
             raise UserError(f"chunked_prefill_size must be -1 or a positive integer, got {chunk!r}")

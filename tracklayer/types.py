@@ -143,6 +143,8 @@ class EngineRequest:
     `stop_token_ids` is resolved by the front end: EOS ids and the request's own, empty with ignore_eos.
     `seed` is resolved too: equal (seed, position) sample equally whatever the batch.
     news_interval: output tokens between news after the first token's; 1 for who streams or looks for stop strings.
+    masked_from: set by the engine in passes over a block that is being filled (block diffusion): positions from here on
+    are kept out of the prefix cache, and the masked ones among them are sampled.
     """
 
     rid: str
@@ -160,6 +162,7 @@ class EngineRequest:
     priority: int = 0
     cache_key: str = ""
     news_interval: int = 1
+    masked_from: int | None = None
 
 
 @dataclass(slots=True)
@@ -268,7 +271,8 @@ class StepResult:
     """What a forward gave, for the shares with `samples`, in plan order.
 
     token_ids int32 [n]. logprobs is set when any of these rows asked: float32 [n]; top_* [n, k] for the largest k
-    asked. prompt_logprobs: by share index, for the positions that the share asked for.
+    asked. prompt_logprobs: by share index, for the positions that the share asked for; of a pass over a block
+    (EngineRequest.masked_from) the tokens sampled at its masked positions, in order.
     given: by sampled index, float32 [g] for rows with token_ids_logprob.
     """
 

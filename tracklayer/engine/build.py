@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,9 @@ class Built:
 
 def build_engine(config: EngineConfig, model: LoadedModel, seed: int) -> Built:
     """Size, capture, test. Raises UserError / CheckpointError for what the user must change, SelfTestError."""
+    blocks = model.spec.blocks
+    if blocks is not None:  # prefixes part between blocks only, and the cache's tree parts them between pages
+        config = replace(config, page_size=math.lcm(config.page_size, blocks.length))
     chunk = config.chunked_prefill_size or DEFAULT_CHUNK[model.device.type]
     max_step_tokens = max(model.context_length if chunk == -1 else chunk, config.max_running_requests)
     caches = _allocate(config, model, max_step_tokens + config.max_running_requests)
@@ -56,6 +60,7 @@ def build_engine(config: EngineConfig, model: LoadedModel, seed: int) -> Built:
             context_length=model.context_length,
             max_queued_requests=config.max_queued_requests,
             prefix_cache=_prefix_cache(config, model),
+            block_length=blocks.length if blocks is not None else 1,
         )
     )
     runner = Runner(model, caches, config.max_running_requests)

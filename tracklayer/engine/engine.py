@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tracklayer.config import EngineConfig
+from tracklayer.engine.block_passes import BlockPasses, final_slots
 from tracklayer.engine.build import build_engine
 from tracklayer.engine.client import failed
 from tracklayer.engine.counters import Counters
@@ -50,6 +51,15 @@ class EngineCore:
         self.in_flight: list[PendingStep] = []
         self.counters = Counters()
         self.deliveries = Deliveries(self.runner.gather_routes, self.counters)
+        blocks = self.model.spec.blocks
+        self.blocks = blocks and BlockPasses(
+            self.scheduler,
+            self.deliveries,
+            self.counters,
+            length=blocks.length,
+            mask_id=blocks.mask_id,
+            confidence=config.block_confidence,
+        )
         self.ready: list[RequestOutput] = []
         self.paused = False
         self.holding = False
@@ -77,6 +87,9 @@ class EngineCore:
                 raise UserError(
                     "no routes are recorded here; start with --enable-return-routed-experts to ask for them"
                 )
+            if self.blocks is not None:
+                self.records[request.rid] = self.blocks.begin(request)
+                return
             if request.sampling.constrained and compiled is None:
                 future = self.grammars.compile(request.sampling)
                 self.compiling[request.rid] = (request, future)
@@ -114,11 +127,16 @@ class EngineCore:
         if not record.started:
             message = "Abort in waiting queue"
         ended = self.scheduler.abort(rid, FinishReason("abort", message=message))
-        self._close([ended] if ended else [])
+        assert ended is not None, f"{rid} has a record and no sequence"
+        self._close([ended if record.blocks is None else final_slots(record, ended)])
 
     def finish(self, rid: str, keep: int, reason: FinishReason) -> None:
         """End a request after its first `keep` output tokens."""
-        ended = self.scheduler.finish(rid, keep, reason)
+        record = self.records.get(rid)
+        if self.blocks is not None and record is not None:
+            ended = self.blocks.finish(record, keep, reason)
+        else:
+            ended = self.scheduler.finish(rid, keep, reason)
         self._close([ended] if ended else [])
 
     def release(self) -> None:
@@ -201,7 +219,8 @@ class EngineCore:
         for sequence, slots in self.scheduler.take_preempted():
             self.counters.retractions += 1
             record = self.records.get(sequence.rid)
-            if record is not None and record.request.return_routed_experts:
+            # Passes over blocks are not told of before their last, so none of their rows was given out.
+            if record is not None and record.request.return_routed_experts and record.blocks is None:
                 self.deliveries.save(record, slots)
 
     def _commit(self, pending: PendingStep) -> None:
@@ -212,14 +231,18 @@ class EngineCore:
             # A new request may have taken the id of one that ended while its last share was in flight.
             if record is not None and record.sequence.last_step >= pending.plan.step:
                 record.started = True
-                if index in result.prompt_logprobs:
+                if index in result.prompt_logprobs and record.blocks is None:
                     record.input_logprobs.append(result.prompt_logprobs[index])
         sampled = {share.rid: n for n, share in enumerate(s for s in shares if s.samples)}
+        filled = {shares[n].rid: found for n, found in result.prompt_logprobs.items()} if self.blocks else {}
         news = self.scheduler.commit(pending.plan, result.token_ids)
         ended = []
         for item in news:
             record = self.records[item.seq.rid]
-            if item.token is not None:
+            if self.blocks is not None:
+                ended_now = self.blocks.take(record, item, filled.get(item.seq.rid), self.weight_version)
+                item = ended_now or Committed(item.seq, None)
+            elif item.token is not None:
                 record.take(item.token, sampled[item.seq.rid], result, self.weight_version)
                 self.counters.generated_tokens += 1
                 if item.finish is None:
@@ -229,7 +252,7 @@ class EngineCore:
                 continue
             if record.due:
                 self.ready.append(record.output())
-            if record.request.return_routed_experts:
+            if record.request.return_routed_experts and record.blocks is None:
                 self.deliveries.offer(record)
         self._close(ended)
 
@@ -255,7 +278,8 @@ class EngineCore:
             record = self.records.pop(item.seq.rid)
             record.closed = True
             self.states.pop(item.seq.rid, None)
-            record.cut(len(item.seq.output_ids))
+            if record.blocks is None:
+                record.cut(len(item.seq.output_ids))
             output = record.output(item.finish)
             self._count(record, output)
             if not record.request.return_routed_experts:

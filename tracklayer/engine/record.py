@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tracklayer.engine.blocks import BlockRun
 from tracklayer.routes.record import Array
 from tracklayer.scheduler.sequence import Sequence
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput, StepResult, TokenLogprobs
@@ -19,6 +20,7 @@ class Record:
     unsent: output tokens not yet told. spans: (version, first output position, end) half-open, contiguous.
     rows_asked: position after the last row that was asked for; rows_due: more are about to be. rows_TLK: what has
     come, num_kept rows from position routed_experts_start_len on; rows_error: that some of them were never written.
+    blocks: how far its blocks are, when the model denoises them.
     added, queue_s: when it was queued (time.perf_counter), and seconds until its first step was planned.
     """
 
@@ -36,6 +38,7 @@ class Record:
     num_kept: int = 0
     rows_error: str | None = None
     closed: bool = False
+    blocks: BlockRun | None = None
     added: float = field(default_factory=time.perf_counter)
     queue_s: float | None = None
 
@@ -44,24 +47,29 @@ class Record:
 
     def take(self, token: int, index: int, result: StepResult, version: str) -> None:
         """One more output token: number `index` among those that the step sampled."""
+        logprobs = None
+        if self.request.return_logprob:
+            assert result.logprobs is not None
+            k, at = self.request.top_logprobs_num, slice(index, index + 1)
+            logprobs = TokenLogprobs(
+                token_ids=result.token_ids[at],
+                logprobs=result.logprobs[at],
+                top_ids=result.top_ids[at, :k] if k and result.top_ids is not None else None,
+                top_logprobs=result.top_logprobs[at, :k] if k and result.top_logprobs is not None else None,
+                given=result.given[index][None] if index in result.given else None,
+            )
+        self.append(token, version, logprobs)
+
+    def append(self, token: int, version: str, logprobs: TokenLogprobs | None) -> None:
+        """One more output token, with its log-probabilities if they were asked for."""
         if self.spans and self.spans[-1][0] == version:
             self.spans[-1] = (version, self.spans[-1][1], self.num_output + 1)
         else:
             self.spans.append((version, self.num_output, self.num_output + 1))
         self.num_output += 1
         self.unsent.append(token)
-        if self.request.return_logprob:
-            assert result.logprobs is not None
-            k, at = self.request.top_logprobs_num, slice(index, index + 1)
-            self.output_logprobs.append(
-                TokenLogprobs(
-                    token_ids=result.token_ids[at],
-                    logprobs=result.logprobs[at],
-                    top_ids=result.top_ids[at, :k] if k and result.top_ids is not None else None,
-                    top_logprobs=result.top_logprobs[at, :k] if k and result.top_logprobs is not None else None,
-                    given=result.given[index][None] if index in result.given else None,
-                )
-            )
+        if logprobs is not None:
+            self.output_logprobs.append(logprobs)
 
     def cut(self, keep: int) -> None:
         """Forget output past the first `keep` tokens (a stop string ended there)."""
@@ -111,7 +119,8 @@ class Record:
         """Copy the next rows out of the buffer that they came in."""
         if self.rows_TLK is None:
             # Room for all that may come; the system gives memory only for what is written.
-            most = len(self.request.input_ids) + self.sequence.max_new - self.request.routed_experts_start_len
+            last = self.blocks.limit if self.blocks else len(self.request.input_ids) + self.sequence.max_new
+            most = last - self.request.routed_experts_start_len
             self.rows_TLK = np.empty((most, *rows_TLK.shape[1:]), rows_TLK.dtype)
         self.rows_TLK[self.num_kept : self.num_kept + len(rows_TLK)] = rows_TLK
         self.num_kept += len(rows_TLK)

@@ -6,6 +6,7 @@ T tokens, B sequences, R rows of the slot table, C context length, S cache slots
 The rule, for query head n of the token at position p, over the cached positions j:
     s_j = scale * q . k_j;  s_j = softcap * tanh(s_j / softcap)
     j is seen when j <= p, and p - window < j, and j >= p - p % chunk
+    with `block`: when j <= p - p % block + block - 1 instead of j <= p (block diffusion: a block sees itself whole)
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink_n)), in float32
 """
 
@@ -43,6 +44,7 @@ def paged_attention(
     sinks_N: Tensor | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
+    block: int | None = None,
     num_decodes: int = 0,
     step_kv: tuple[Tensor, Tensor] | None = None,
     fresh: tuple[Tensor | None, Tensor] | None = None,
@@ -56,11 +58,12 @@ def paged_attention(
     step_kv, fresh: this step's own (k [T, H, D], v [T, H, E]), and lens_B twice, int32: with -1 for sequences that
     begin in this step (None when all do), and with -1 for the others. Those that begin are then read from step_kv,
     without the slot table.
+    With `block` each sequence's tokens are whole blocks of that many, and more than one.
     A sequence with lens 0 (padding) gets zeros. Tokens outside every sequence are not written.
     Raises ValueError when the head counts or widths do not fit together.
     """
     _check(q_TND, k_SHD, v_SHE)
-    rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk)
+    rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk, block=block)
     where = dict(slot_table_RC=slot_table_RC, rows_B=rows_B, starts_B1=starts_B1, lens_B=lens_B)
     if not use_triton(q_TND):
         return paged_attention_ref(q_TND, k_SHD, v_SHE, max_query=max_query, max_len=max_len, **where, **rule)
@@ -97,7 +100,10 @@ def prompt_attention(
         return _prompt_attention_ref(q_TND, k_THD, v_THE, scale=scale, **where, **rule)
     if attention_hopper.serves(q_TND, k_THD, v_THE, rule):
         return attention_hopper.hopper_attention(q_TND, k_THD, v_THE, scale=scale, **where)
-    return paged_prefill(q_TND, k_THD, v_THE, slot_table_RC=None, rows_B=None, scale=scale, **where, **rule)
+    whole = rule.pop("block", None)
+    return paged_prefill(
+        q_TND, k_THD, v_THE, slot_table_RC=None, rows_B=None, scale=scale, whole=whole, **where, **rule
+    )
 
 
 def launch_paged_attention(
@@ -120,6 +126,8 @@ def launch_paged_attention(
     """
     out_TNE = q_TND.new_empty(*q_TND.shape[:2], v_SHE.shape[2]) if out_TNE is None else out_TNE
     n = num_decodes
+    whole = rule.pop("block", None)
+    assert not (n and whole), "a block has more than one token"
     if n:
         paged_decode(
             q_TND[:n], k_SHD, v_SHE, slot_table_RC=slot_table_RC, rows_B=rows_B[:n], lens_B=lens_B[:n],
@@ -128,7 +136,7 @@ def launch_paged_attention(
     if n < len(lens_B):
         paged_prefill(
             q_TND, k_SHD, v_SHE, slot_table_RC=slot_table_RC, rows_B=rows_B[n:], starts_B1=starts_B1[n:],
-            lens_B=lens_B[n:], out_TNE=out_TNE, **rule,
+            lens_B=lens_B[n:], out_TNE=out_TNE, whole=whole, **rule,
         )  # fmt: skip
     return out_TNE
 
@@ -157,6 +165,7 @@ def paged_attention_ref(
     sinks_N: Tensor | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
+    block: int | None = None,
 ) -> Tensor:
     """The torch reference of `paged_attention`: sequences with one query token in one batch, others in a loop."""
     out_TNE = q_TND.new_zeros(*q_TND.shape[:2], v_SHE.shape[2])
@@ -181,7 +190,8 @@ def paged_attention_ref(
             tokens = slice(starts[b], starts[b + 1])
             k_1LHD, v_1LHE = (_rows(cache, slot_table_RC[rows_B[b], :n][None]) for cache in (k_SHD, v_SHE))
             positions = torch.arange(n - count, n, device=q_TND.device)[None]
-            seen = None if count == n and window is None and chunk is None else _seen(positions, n, window, chunk)
+            plain = count == n and window is None and chunk is None and block is None
+            seen = None if plain else _seen(positions, n, window, chunk, block)
             out_TNE[tokens] = _attend(q_TND[None, tokens], k_1LHD, v_1LHE, seen, **rule)[0]
     return out_TNE
 
@@ -199,13 +209,15 @@ def _prompt_attention_ref(
     sinks_N: Tensor | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
+    block: int | None = None,
 ) -> Tensor:
     rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk)
     for start, n in zip(starts_B1.tolist(), lens_B.tolist(), strict=False):
         if n > 0:
             at = slice(start, start + n)
             positions = torch.arange(n, device=q_TND.device)[None]
-            seen = None if window is None and chunk is None else _seen(positions, n, window, chunk)
+            plain = window is None and chunk is None and block is None
+            seen = None if plain else _seen(positions, n, window, chunk, block)
             out_TNE[at] = _attend(q_TND[None, at], k_THD[None, at], v_THE[None, at], seen, **rule)[0]
     return out_TNE
 
@@ -215,11 +227,11 @@ def _rows(cache_SHD: Tensor, slots_BL: Tensor) -> Tensor:
     return cache_SHD.index_select(0, slots_BL.flatten()).unflatten(0, slots_BL.shape)
 
 
-def _seen(positions_Bn: Tensor, length: int, window: int | None, chunk: int | None) -> Tensor:
+def _seen(positions_Bn: Tensor, length: int, window: int | None, chunk: int | None, block: int | None = None) -> Tensor:
     """bool [B, n, L]: which cached positions the tokens at `positions_Bn` see."""
     key_L = torch.arange(length, device=positions_Bn.device)
     p_Bn1 = positions_Bn[..., None]
-    seen = key_L <= p_Bn1
+    seen = key_L <= (p_Bn1 if block is None else p_Bn1 - p_Bn1 % block + block - 1)
     if window is not None:
         seen &= key_L > p_Bn1 - window
     if chunk is not None:

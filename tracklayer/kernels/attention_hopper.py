@@ -47,7 +47,7 @@ def serves(q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, rule: dict[str, Any]) ->
         and q_TND.element_size() == 2
         and q_TND.shape[2] == v_THE.shape[2] == WIDTH
         and q_TND.shape[1] // k_THD.shape[1] in (1, 2, 4, 8)
-        and all(rule.get(name) is None for name in ("window", "chunk", "softcap", "sinks_N"))
+        and all(rule.get(name) is None for name in ("window", "chunk", "softcap", "sinks_N", "block"))
         and all(t.stride(2) == 1 and t.stride(1) == WIDTH for t in (q_TND, k_THD, v_THE))
         and all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 for t in (q_TND, k_THD, v_THE))
     )

@@ -75,7 +75,7 @@ def _prefill_kernel(
     q_stride_t, q_stride_n, k_stride_s, k_stride_h, v_stride_s, v_stride_h, table_stride, scale, softcap, window, chunk,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr, M: tl.constexpr, L: tl.constexpr, PAGED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     SEARCH: tl.constexpr = 128
     pid = tl.program_id(0)
@@ -102,6 +102,8 @@ def _prefill_kernel(
     n = h * G + r % G
     # Rows past the end repeat the last token's position: their results are not stored.
     position_M = length - count + tl.minimum(r // G, count - 1)
+    if WHOLE > 1:  # a token sees its block of WHOLE positions to the end
+        position_M = tl.minimum(position_M // WHOLE * WHOLE + WHOLE - 1, length - 1)
     d0 = tl.arange(0, D0)
     e = tl.arange(0, EP)
     q_row = q_ptr + token.to(tl.int64) * q_stride_t + n * q_stride_n
@@ -119,6 +121,8 @@ def _prefill_kernel(
 
     low = length - count + row0 // G  # position of the first token, and of the last one of this block
     high = length - count + tl.minimum((row0 + M - 1) // G, count - 1)
+    if WHOLE > 1:
+        high = tl.minimum(high // WHOLE * WHOLE + WHOLE - 1, length - 1)
     first = 0
     if WINDOW:
         first = tl.maximum(first, (low - window + 1) // L * L)
@@ -159,6 +163,7 @@ def paged_prefill(
     sinks_N: Tensor | None = None,
     softcap: float | None = None,
     chunk: int | None = None,
+    whole: int | None = None,
     block_m: int | None = None,
     block: int | None = None,
     warps: int | None = None,
@@ -167,6 +172,7 @@ def paged_prefill(
 ) -> Tensor:
     """Launch: arguments as in `paged_attention`; block_m .. stages steer the schedule. Returns [T, N, E].
 
+    whole: what is called `block` there.
     Rows of a sequence with lens -1 are left alone.
     slot_table_RC None: nothing is cached, k and v are the step's own [T, H, D], [T, H, E].
     """
@@ -196,6 +202,6 @@ def paged_prefill(
         chunk or 1, H=kv_heads, G=per_group, D=width, D0=d0, D1=d1, E=value_width,
         EP=max(next_power_of_2(value_width), 16), M=block_m, L=block, PAGED=paged, WINDOW=window is not None,
         CHUNK=chunk is not None, SINKS=sinks_N is not None, SOFTCAP=softcap is not None,
-        PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32", STAGES=stages, num_warps=warps,
+        PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32", STAGES=stages, WHOLE=whole or 1, num_warps=warps,
     )  # fmt: skip
     return out

@@ -86,6 +86,7 @@ class Attention(nn.Module):
             sinks_N=self.sinks,
             softcap=spec.softcap,
             chunk=spec.chunk,
+            block=spec.block,
             num_decodes=batch.num_decodes,
             step_kv=tuple(x.unflatten(1, (spec.num_kv_heads, -1)) for x in (k_TX, v_TX)),
             fresh=batch.fresh,

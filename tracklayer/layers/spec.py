@@ -53,6 +53,7 @@ class AttentionSpec:
     rope            None: no positions (NoPE)
     scale           factor on q . k; None: head_dim ** -0.5
     window, chunk   position p sees the last `window` positions / only those of its own chunk
+    block           and the later ones of its own block of that many positions (block diffusion)
     sinks           a learned logit per head in the softmax's denominator
     softcap         scores become softcap * tanh(scores / softcap)
     q_temperature   (a, n): q of position p times 1 + a * log(1 + floor((p + 1) / n)) (Llama 4)
@@ -78,6 +79,7 @@ class AttentionSpec:
     softcap: float | None = None
     clip_qkv: float | None = None
     chunk: int | None = None
+    block: int | None = None
     qk_norm_weight: bool = True
     q_temperature: tuple[float, int] | None = None
     v_norm: bool = False

@@ -37,6 +37,14 @@ class Sublayer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlocksSpec:
+    """Block diffusion: tokens come in blocks of `length`, each begun as `mask_id` and filled over several passes."""
+
+    length: int
+    mask_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A whole decoder. layers[i] is the i-th decoder layer's sublayers, in order.
 
@@ -44,6 +52,7 @@ class ModelSpec:
     normed_head: each column of the head is divided by its length over the vocabulary at load (Bailing's norm_head).
     float32_head: logits are formed in float32 from the weights as they are.
     streams: several residual streams instead of one; sublayers then have pre_norm and body alone (DeepSeek-V4).
+    blocks: the model denoises blocks instead of predicting the next token (SDAR, LLaDA2).
     """
 
     vocab_size: int
@@ -60,6 +69,7 @@ class ModelSpec:
     normed_head: bool = False
     float32_head: bool = False
     streams: StreamsSpec | None = None
+    blocks: BlocksSpec | None = None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -76,6 +86,15 @@ class ModelSpec:
             return replace(sub, body=replace(sub.body, router=router))
 
         return replace(self, layers=tuple(tuple(map(change, subs)) for subs in self.layers))
+
+    def in_blocks(self, blocks: BlocksSpec) -> ModelSpec:
+        """The same model as one that denoises blocks: attention sees the whole of a token's own block."""
+
+        def change(sub: Sublayer) -> Sublayer:
+            body = sub.body
+            return replace(sub, body=replace(body, block=blocks.length)) if isinstance(body, AttentionSpec) else sub
+
+        return replace(self, blocks=blocks, layers=tuple(tuple(map(change, subs)) for subs in self.layers))
 
     def bodies(self, kind: type[Body]) -> list[Body]:
         """The sublayers' bodies of one kind, in order."""

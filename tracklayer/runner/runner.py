@@ -18,6 +18,7 @@ from tracklayer.kernels.sample import logprobs_of
 from tracklayer.layers.batch import Batch
 from tracklayer.routes.pool import Array, PendingRoutes
 from tracklayer.runner.batch import build
+from tracklayer.runner.blocks import fill_masks
 from tracklayer.runner.graphs import DecodeGraphs, ladder
 from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.load import LoadedModel
@@ -68,6 +69,8 @@ class Runner:
     @torch.inference_mode()
     def capture_graphs(self, largest: int, max_prompt_tokens: int) -> None:
         """Capture decode steps of up to `largest` sequences, and small steps with prompts (no recurrent state)."""
+        if self.model.spec.blocks is not None:
+            return  # every step is a prefill, whose logits are wanted at many positions
         self.graphs = DecodeGraphs(self.decoder, self.rows, self.caches, ladder(largest), self.device)
         self.graphs.capture()
         if not self.caches.states:
@@ -99,6 +102,8 @@ class Runner:
             batch, sampled_N, rows_N = build(plan, self.rows, self.caches, self.device)
             hidden_TD = self._forward(batch)
             prompt = self._prompt_logprobs(plan, hidden_TD)
+            if self.model.spec.blocks is not None:
+                prompt = fill_masks(plan, hidden_TD, self.decoder, self.sampler, self.model.spec.blocks.mask_id)
             if not shares:
                 return self._send(plan, None, prompt)
             logits_NV = self.decoder.logits(hidden_TD[sampled_N.long()])

@@ -48,7 +48,7 @@ class Sampler:
         self, logits_NV: Tensor, shares: list[Share], rows_N: Tensor, mask: TokenMask | None = None
     ) -> Sampled:
         """logits_NV of the shares' last tokens; rows_N int32 are their rows, on the device."""
-        requests = [self._request(share) for share in shares]
+        requests = [self.request(share) for share in shares]
         host_rows = np.array([share.row for share in shares], np.int64)
         numbers = {name: values[host_rows] for name, values in self.rows.sampling.items()}
         tensors = self._upload(host_rows, numbers)
@@ -73,7 +73,7 @@ class Sampler:
         self.rows.count_output(rows_N, ids_N)
         return self._logprobs(logits_NV, ids_N, requests, tensors["temperature"])
 
-    def _request(self, share: Share) -> EngineRequest:
+    def request(self, share: Share) -> EngineRequest:
         request = self.rows.requests[share.row]
         assert request is not None, f"row {share.row} was never admitted"
         return request

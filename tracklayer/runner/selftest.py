@@ -71,11 +71,12 @@ def self_test(runner: Runner, page_size: int) -> None:
     assert pool is not None
     num_slots = pool.tensor_SLK.shape[0]
     largest = runner.graphs.sizes[-1] if runner.graphs else min(4, runner.rows.scratch)
-    count = min(largest, (num_slots - page_size) // (PROMPT_TOKENS + 1))
+    length = 2 * block_length(runner) if block_length(runner) > 1 else PROMPT_TOKENS + 1
+    count = min(largest, (num_slots - page_size) // length)
     if count < 1:
         raise SelfTestError(f"the cache of {num_slots} slots is too small for the route self-test")
     generator = np.random.default_rng(0)
-    tokens_BT = generator.integers(0, runner.model.spec.vocab_size, (count, PROMPT_TOKENS + 1))
+    tokens_BT = generator.integers(0, runner.model.spec.vocab_size, (count, length))
     probe = Probe(tokens_BT, page_size)
     reference_BTLK = _reference(runner, probe)
     for mode, sequences, positions in _modes(runner, probe):
@@ -89,12 +90,17 @@ def self_test(runner: Runner, page_size: int) -> None:
 
 def _modes(runner: Runner, probe: Probe) -> Iterator[tuple[str, range, slice]]:
     """Run each mode in turn; yields its name, and which sequences and positions it has just written."""
-    count, last = len(probe.tokens_BT), PROMPT_TOKENS
+    count, last, block = len(probe.tokens_BT), probe.tokens_BT.shape[1] - 1, block_length(runner)
     everyone, few = range(count), range(min(count, MANY))
     whole, prompt, newest = slice(0, last + 1), slice(0, last), slice(last, last + 1)
     graphs, mixed, runner.graphs, runner.mixed = runner.graphs, runner.mixed, None, None
     _run(runner, probe, [probe.share(b, 0, last + 1) for b in few])
     yield "prefill", few, whole
+    if block > 1:  # nothing but prefills, cut between blocks
+        _run(runner, probe, [probe.share(b, 0, block) for b in everyone])
+        _run(runner, probe, [probe.share(b, block, last + 1) for b in everyone])
+        yield "chunked prefill", everyone, whole
+        return
     _run(runner, probe, [probe.share(b, 0, 3) for b in everyone])
     _run(runner, probe, [probe.share(b, 3, last) for b in everyone])
     yield "chunked prefill", everyone, prompt
@@ -118,6 +124,12 @@ def _modes(runner: Runner, probe: Probe) -> Iterator[tuple[str, range, slice]]:
             if sequences:
                 yield f"CUDA graph of {size[0]} decodes and {size[1]} prompt tokens", sequences, positions
     runner.graphs = graphs
+
+
+def block_length(runner: Runner) -> int:
+    """Tokens of a block in a model that fills blocks, else 1."""
+    blocks = runner.model.spec.blocks
+    return blocks.length if blocks is not None else 1
 
 
 def _run(runner: Runner, probe: Probe, shares: list[Share]) -> None:

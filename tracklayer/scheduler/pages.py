@@ -45,8 +45,9 @@ class PageAllocator:
 class PagedCache:
     """The pages of all sequences and of the prefix tree. Every page is free, or one sequence's own, or the tree's."""
 
-    def __init__(self, num_slots: int, page_size: int, prefix_cache: bool) -> None:
+    def __init__(self, num_slots: int, page_size: int, prefix_cache: bool, block_length: int = 1) -> None:
         self.page_size = page_size
+        self.block_length = block_length
         self.allocator = PageAllocator(num_slots // page_size)
         self.tree = PrefixTree(page_size)
         self.prefix_cache = prefix_cache
@@ -89,7 +90,11 @@ class PagedCache:
         """The prefix of seq.fill that is in the cache, as far as the sequence may use it."""
         if not self.prefix_cache:
             return Match()
-        return self.tree.match(seq.request.cache_key, seq.fill, seq.hit_limit(), step)
+        block, limit = self.block_length, seq.hit_limit()
+        found = self.tree.match(seq.request.cache_key, seq.fill, limit - limit % block, step)
+        if found.total % block:
+            found = self.tree.match(seq.request.cache_key, seq.fill, found.total - found.total % block, step)
+        return found
 
     def place(self, seq: Sequence, match: Match) -> None:
         """Lay the matched whole pages under the sequence and lock them; pin the page that the tail is copied from."""
@@ -114,8 +119,8 @@ class PagedCache:
         Inside a prefill only whole pages enter; at its end also the page that is begun, which the sequence goes on
         writing: the tree knows only the part that is entered.
         """
-        end = seq.num_computed
-        if seq.prefilling:
+        end = min(seq.num_computed, seq.cacheable)
+        if seq.prefilling or end < seq.num_computed:
             end -= end % self.page_size
         if not self.prefix_cache or seq.private or end <= seq.num_inserted:
             return

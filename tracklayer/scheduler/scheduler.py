@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracklayer.errors import CapacityError, UserError
+from tracklayer.scheduler.integrity import check
 from tracklayer.scheduler.pages import PagedCache
 from tracklayer.scheduler.prefix import EMPTY, Ints, Match, common_prefix
-from tracklayer.scheduler.sequence import Committed, Draft, SchedulerConfig, Sequence, SequenceState
+from tracklayer.scheduler.sequence import Committed, Draft, SchedulerConfig, Sequence, SequenceState, by_rank
 from tracklayer.types import EngineRequest, FinishReason, Share, StepPlan
 
 __all__ = ["Committed", "Scheduler", "SchedulerConfig", "Sequence", "SequenceState"]
@@ -29,10 +30,6 @@ HEADROOM_TOKENS = 32
 WORTH_WAITING_TOKENS = 32
 
 
-def _rank(seq: Sequence) -> tuple[int, int]:
-    return seq.rank
-
-
 class Scheduler:
     """Continuous batching over a paged cache with prefix reuse, chunked prefill and preemption.
 
@@ -42,7 +39,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.cache = PagedCache(config.num_slots, config.page_size, config.prefix_cache)
+        self.cache = PagedCache(config.num_slots, config.page_size, config.prefix_cache, config.block_length)
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self._sequences: dict[str, Sequence] = {}
@@ -78,13 +75,16 @@ class Scheduler:
         """Something runs, waits, or is in flight."""
         return bool(self.running or self.waiting or self._pending)
 
-    def add(self, request: EngineRequest) -> Sequence:
-        """Put a request in the queue. Raises UserError if it can never run, CapacityError if the queue is full."""
+    def add(self, request: EngineRequest, after: Sequence | None = None) -> Sequence:
+        """Put a request in the queue. Raises UserError if it can never run, CapacityError if the queue is full.
+
+        `after`: the ended sequence that it goes on for, whose place in the order and first counts it takes over.
+        """
         if request.rid in self._sequences:
             raise UserError(f"a request with rid {request.rid!r} is running already; give each its own rid")
         max_new = self.config.output_limit(request)
         limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting) >= limit:
+        if after is None and limit is not None and len(self.waiting) >= limit:
             raise CapacityError(
                 f"{len(self.waiting)} requests wait already (max_queued_requests {limit}); try again later"
             )
@@ -98,8 +98,10 @@ class Scheduler:
             to_sample=max_new,
             logprobs_next=request.logprob_start_len if request.logprob_start_len >= 0 else None,
         )
+        if after is not None:
+            seq.follow(after)
         self._sequences[request.rid] = seq
-        bisect.insort(self.waiting, seq, key=_rank)
+        bisect.insort(self.waiting, seq, key=by_rank)
         return seq
 
     def plan(self) -> StepPlan | None:
@@ -189,16 +191,10 @@ class Scheduler:
             self._preempt(seq)
 
     def check_integrity(self) -> None:
-        """Assert the invariants: one owner per page, true reference counts, rows used once, queues in order."""
+        """Assert the invariants; see integrity.py."""
         self.cache.check(self.running)
-        rows = [seq.row for seq in self.running] + self._free_rows + [row for _, row in self._held_rows]
-        assert sorted(row for row in rows if row is not None) == list(range(self._num_rows)), f"rows {rows}"
-        for queue, state in ((self.running, SequenceState.RUNNING), (self.waiting, SequenceState.WAITING)):
-            assert queue == sorted(queue, key=_rank), "queue out of order"
-            assert all(seq.state is state for seq in queue), f"a sequence in the queue is not {state}"
-        assert len(self._sequences) == len(self.running) + len(self.waiting)
-        for seq in self._sequences.values():
-            assert seq.to_sample == seq.max_new - len(seq.output_ids) - (seq.in_flight if seq.max_new else 0)
+        spare = self._free_rows + [row for _, row in self._held_rows]
+        check(self.running, self.waiting, spare, self._num_rows, self._sequences.values())
 
     def _plan_decodes(self, draft: Draft) -> None:
         """One token for each sequence past its prefill, in order of rank."""
@@ -235,8 +231,9 @@ class Scheduler:
             # is enough for progress.
             if room == 0 and not draft.shares and self._make_room(seq):
                 room = self._room(seq)
-            if room > 0:
-                self._add_prefill(draft, seq, min(draft.budget, len(seq.fill) - seq.num_computed, room))
+            count = seq.whole_blocks(seq.num_computed, min(draft.budget, room), self.config.block_length)
+            if count > 0:
+                self._add_prefill(draft, seq, count)
 
     def _room(self, seq: Sequence) -> int:
         """Tokens that the sequence could be given slots for."""
@@ -251,7 +248,7 @@ class Scheduler:
         draft.prefilling = [seq for seq in self.running if seq.prefilling]
         for seq in self.waiting:
             # A preempted sequence starts again when its tokens in flight have come; those behind it wait with it.
-            if draft.budget <= 0 or not self._free_rows or seq.in_flight:
+            if draft.budget < self.config.block_length or not self._free_rows or seq.in_flight:
                 break
             if seq.waits_for is not None:
                 if seq.waits_for.state is SequenceState.RUNNING and seq.waits_for.prefilling:
@@ -296,14 +293,15 @@ class Scheduler:
                 cache.unpin()
                 tail = EMPTY
         start = match.length + len(tail)
-        chunk = min(draft.budget, len(seq.fill) - start, cache.available * size - len(tail))
+        most = min(draft.budget, cache.available * size - len(tail))
+        chunk = seq.whole_blocks(start, most, self.config.block_length)
         assert chunk > 0, f"no page for {seq.rid!r} although nothing runs"
         cache.extend(seq, start + chunk)
         if len(tail):
             draft.copies.append(np.stack((tail, seq.slots[match.length : start]), axis=1))
         seq.num_computed = start
         seq.state, seq.row = SequenceState.RUNNING, self._free_rows.pop()
-        bisect.insort(self.running, seq, key=_rank)
+        bisect.insort(self.running, seq, key=by_rank)
         if not seq.admitted_once:
             seq.admitted_once, seq.cached_tokens = True, start
         self._add_prefill(draft, seq, chunk, admitted=True)
@@ -368,7 +366,7 @@ class Scheduler:
         self._leave_cache(seq, seq.num_computed)
         seq.state = SequenceState.WAITING
         seq.num_retractions += 1
-        bisect.insort(self.waiting, seq, key=_rank)
+        bisect.insort(self.waiting, seq, key=by_rank)
 
     def _end(self, seq: Sequence, keep: int | None = None) -> Ints:
         """End a sequence with its first `keep` output tokens (all by default); the slots of its routes."""
@@ -388,7 +386,7 @@ class Scheduler:
 
     def _leave_cache(self, seq: Sequence, num_tokens: int) -> None:
         """Take row and pages from a running sequence; of its first `num_tokens` the known may stay in the tree."""
-        tokens = seq.known()[:num_tokens]
+        tokens = seq.known()[: min(num_tokens, seq.cacheable)]
         self.cache.release(seq, tokens, self._step - 1)
         self.running.remove(seq)
         assert seq.row is not None

@@ -14,7 +14,10 @@ from tracklayer.types import EngineRequest, FinishReason, Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Sizes. num_slots counts page 0, which is never given out. max_step_tokens: decode tokens count in it first."""
+    """Sizes. num_slots counts page 0, which is never given out. max_step_tokens: decode tokens count in it first.
+
+    block_length: prefixes are cut, and chunks end, at multiples of it only (block diffusion).
+    """
 
     num_slots: int
     page_size: int
@@ -23,15 +26,22 @@ class SchedulerConfig:
     context_length: int
     max_queued_requests: int | None = None
     prefix_cache: bool = True
+    block_length: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "page_size", "max_running_requests", "max_step_tokens", "context_length"):
+        sizes = ("num_slots", "page_size", "max_running_requests", "max_step_tokens", "context_length", "block_length")
+        for name in sizes:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a positive integer, got {value!r}")
         if self.num_slots < 2 * self.page_size:
             raise UserError(
                 f"{self.num_slots} slots are less than two pages of {self.page_size}; raise max_total_tokens"
+            )
+        if self.max_step_tokens < self.block_length:
+            raise UserError(
+                f"a step of {self.max_step_tokens} tokens can not hold a block of {self.block_length}; raise "
+                "chunked_prefill_size"
             )
 
     @property
@@ -116,11 +126,27 @@ class Sequence:
     def prefilling(self) -> bool:
         return self.num_computed < len(self.fill)
 
+    @property
+    def cacheable(self) -> int:
+        """Tokens, from the first on, that the prefix tree may keep: masks and what is computed beside them are not."""
+        masked = self.request.masked_from
+        return self.prompt_len + self.max_new if masked is None else masked
+
+    def whole_blocks(self, start: int, most: int, block_length: int) -> int:
+        """How many tokens of the prefill come next from `start` on, at most `most`: blocks are never cut."""
+        end = min(start + most, len(self.fill))
+        return end - start if end == len(self.fill) else end - end % block_length - start
+
     def known(self) -> Ints:
         """Prompt and committed output, int32."""
         if not self.output_ids:
             return self.prompt
         return np.concatenate((self.prompt, np.array(self.output_ids, np.int32)))
+
+    def follow(self, before: Sequence) -> None:
+        """Take over the place in the order, and what is told of the first admission, from the sequence before."""
+        self.rank, self.admitted_once = before.rank, before.admitted_once
+        self.cached_tokens, self.num_retractions = before.cached_tokens, before.num_retractions
 
     def hit_limit(self) -> int:
         """Longest prefix hit allowed: one token at least is computed, and all whose log-probability is wanted."""
@@ -128,6 +154,10 @@ class Sequence:
         if self.logprobs_next is not None and self.logprobs_next < self.prompt_len:
             limit = min(limit, self.logprobs_next)
         return limit
+
+
+def by_rank(seq: Sequence) -> tuple[int, int]:
+    return seq.rank
 
 
 @dataclass(slots=True)

@@ -1,0 +1,88 @@
+"""Takes requests through the passes of block diffusion; blocks.py keeps how far each is."""
+
+from __future__ import annotations
+
+from tracklayer.engine import blocks
+from tracklayer.engine.blocks import BlockRun
+from tracklayer.engine.counters import Counters
+from tracklayer.engine.delivery import Deliveries
+from tracklayer.engine.record import Record
+from tracklayer.scheduler.scheduler import Scheduler
+from tracklayer.scheduler.sequence import Committed
+from tracklayer.types import EngineRequest, FinishReason, TokenLogprobs
+
+
+class BlockPasses:
+    """Queues the passes of each request, one after another, under the request's own id and rank.
+
+    confidence: probability from which a sampled token stays; the likeliest of a pass always does.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        deliveries: Deliveries,
+        counters: Counters,
+        *,
+        length: int,
+        mask_id: int,
+        confidence: float,
+    ) -> None:
+        self.scheduler, self.deliveries, self.counters = scheduler, deliveries, counters
+        self.length, self.mask_id, self.confidence = length, mask_id, confidence
+
+    def begin(self, request: EngineRequest) -> Record:
+        """Queue the first pass. Raises UserError for what such a model can not do, CapacityError when too many wait."""
+        run = blocks.start(request, self.length, self.mask_id, self.scheduler.config.max_request_tokens)
+        return Record(request, self.scheduler.add(run.next_pass()), blocks=run)
+
+    def take(self, record: Record, passed: Committed, found: TokenLogprobs | None, version: str) -> Committed | None:
+        """A pass has come back, with what it sampled for the masked positions; the end of the request, or None."""
+        run, request = _run(record), record.request
+        if run.ending is not None:
+            return Committed(passed.seq, None, run.ending, passed.slots)
+        assert found is not None, f"{request.rid}: a pass brought no tokens"
+        if request.return_routed_experts:  # rows of finished blocks come home at once: an abort keeps them
+            self.deliveries.save(record, passed.slots[: run.begin])
+        run.fill(found, self.confidence)
+        if run.masked:
+            self._queue(record)
+            return None
+        for token, logprobs in run.filled():
+            record.append(token, version, logprobs if request.return_logprob else None)
+            self.counters.generated_tokens += 1
+            if token in request.stop_token_ids:
+                return self._end(record, FinishReason("stop", matched=token))
+            if len(request.input_ids) + record.num_output == run.limit:
+                return self._end(record, FinishReason("length", length=record.num_output))
+        run.advance()
+        self._queue(record)
+        return None
+
+    def finish(self, record: Record, keep: int, reason: FinishReason) -> Committed | None:
+        """End a request after its first `keep` output tokens; the pass under way is for nothing."""
+        record.cut(keep)
+        self.scheduler.finish(record.request.rid, 0, reason)
+        return self._end(record, reason)
+
+    def _end(self, record: Record, reason: FinishReason) -> Committed | None:
+        """Routes that were asked for need one more pass, over the last block in its final form."""
+        if not record.request.return_routed_experts:
+            return Committed(record.sequence, None, reason)
+        _run(record).end(record.num_output, reason)
+        self._queue(record)
+        return None
+
+    def _queue(self, record: Record) -> None:
+        record.sequence = self.scheduler.add(_run(record).next_pass(), after=record.sequence)
+
+
+def final_slots(record: Record, ended: Committed) -> Committed:
+    """Of a request that is aborted: only positions that a pass has computed in their final form have rows."""
+    ended.slots = ended.slots[: _run(record).begin]
+    return ended
+
+
+def _run(record: Record) -> BlockRun:
+    assert record.blocks is not None, f"{record.request.rid} fills no blocks"
+    return record.blocks
