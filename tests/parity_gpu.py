@@ -1,9 +1,10 @@
 """The families on a GPU (Triton kernels, CUDA graphs, recording, self-test) against the CPU's torch references.
 
-`python tests/parity_gpu.py [variant ...]` prints a table; `--write` records the families that passed in checked.json;
-`--cpu` puts a CPU in the GPU's place, and `--rounding` compares a bfloat16 CPU run with a float32 one: what 16 bits
-alone do to a tiny random model (a near tie of a gate flips, and moves all that follows: 0.7 to 0.97 of the tokens and
-0.94 to 0.998 of the experts agree).
+    python tests/parity_gpu.py [variant ...] [--device cuda] [--out FILE] [--write]
+
+prints a table. `--out` keeps its rows as JSON, written after each variant and added to what the file already holds, so
+that a run may be cut into pieces, family by family. `--write` records the families whose rows all passed in
+checked.json. `--device cpu` puts a CPU in the GPU's place.
 
 The CPU engine makes the sequences greedily. The other engine gets each as a prompt (prefill) and makes it from its
 beginning (decode). In float32 tokens and experts must be equal but for near ties; in bfloat16 most experts must be.
@@ -11,10 +12,11 @@ beginning (decode). In float32 tokens and experts must be equal but for near tie
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from parity import Answer, generate, tiny_engine
 
 from tracklayer.models import listing
 
-# dtype -> least share of equal greedy tokens, of equal experts
+# dtype -> least share of equal greedy tokens, of equal experts. In 16 bits a near tie of a gate flips and moves all
+# that follows: CPUs in bfloat16 and in float32 agree in 0.7 to 0.97 of the tokens and 0.94 to 0.998 of the experts.
 BOUNDS = {"float32": (0.99, 0.99), "bfloat16": (0.5, 0.9)}
 
 
@@ -108,29 +111,56 @@ def share(want_TLK: np.ndarray, got_TLK: np.ndarray) -> float:
     return float((want_TLK[..., :, None] == got_TLK[..., None, :]).any(-1).mean())
 
 
+def row_of(variant: str, device: str) -> dict[str, Any]:
+    """One row of the table: variant, family, where it ran, and an Agreement for each dtype."""
+    cells, family = {}, ""
+    for dtype in BOUNDS:
+        with tempfile.TemporaryDirectory() as folder:
+            agreement, family = check_on(variant, Path(folder), dtype, {"device": device})
+        cells[dtype] = {**asdict(agreement), "ok": agreement.ok}
+        print(f"| {variant} | {family} | {agreement.positions} | {dtype} | {agreement} |", flush=True)
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    where = f"{name}, torch {torch.__version__.partition('+')[0]}"
+    return {"variant": variant, "family": family, "where": where, "cells": cells}
+
+
+def passed(rows: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """Whether each family's variants, as far as there are rows of them, all passed in every dtype."""
+    families = {row["family"] for row in rows.values()}
+    cells = {f: [c for row in rows.values() if row["family"] == f for c in row["cells"].values()] for f in families}
+    return {family: all(cell["ok"] for cell in cells[family]) for family in sorted(families)}
+
+
+def record(rows: dict[str, dict[str, Any]], path: Path) -> None:
+    """Enter the families that passed on a GPU, and take out those that did not, in checked.json."""
+    checked = json.loads(path.read_text())
+    rows = {variant: row for variant, row in rows.items() if not row["where"].startswith("CPU")}
+    for family, ok in passed(rows).items():
+        checked.setdefault(family, {}).pop("gpu", None)
+        if ok:
+            checked[family]["gpu"] = next(row["where"] for row in rows.values() if row["family"] == family)
+    path.write_text(json.dumps(checked, indent=1, sort_keys=True) + "\n")
+
+
 def main(argv: list[str]) -> int:
-    wanted = [a for a in argv if not a.startswith("--")] or list(tiny.VARIANTS)
-    options = {} if "--cpu" in argv else {"dtype": "float32"} if "--rounding" in argv else {"device": "cuda"}
-    dtypes = ["bfloat16"] if "--rounding" in argv else list(BOUNDS)
-    passed: dict[str, bool] = {}
-    print("equal tokens and experts", f"| variant | family | positions | {' | '.join(dtypes)} |", sep="\n")
-    print(f"|-|-|-|{'-|' * len(dtypes)}")
-    for variant in wanted:
-        cells, family = [], ""
-        for dtype in dtypes:
-            with tempfile.TemporaryDirectory() as folder:
-                agreement, family = check_on(variant, Path(folder), dtype, options)
-            passed[family] = passed.get(family, True) and agreement.ok
-            cells.append(agreement)
-        print(f"| {variant} | {family} | {cells[0].positions} | {' | '.join(map(str, cells))} |", flush=True)
-    if "--write" in argv and "device" in options:
-        checked = listing.data("checked.json")
-        for family, ok in passed.items():
-            checked.setdefault(family, {}).pop("gpu", None)
-            if ok:
-                checked[family]["gpu"] = f"{torch.cuda.get_device_name()}, torch {torch.__version__.partition('+')[0]}"
-        (listing.HERE / "checked.json").write_text(json.dumps(checked, indent=1, sort_keys=True) + "\n")
-    return int(not all(passed.values()))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("variants", nargs="*", metavar="variant", help="of tests/tiny.py; all if none is named")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="JSON file that keeps the rows")
+    parser.add_argument("--write", action="store_true", help="record the families that passed in checked.json")
+    given = parser.parse_args(argv)
+    unknown = sorted(set(given.variants) - set(tiny.VARIANTS))
+    if unknown:
+        parser.error(f"no such variant: {', '.join(unknown)}; there are {', '.join(tiny.VARIANTS)}")
+    rows = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+    print("| variant | family | positions | dtype | equal tokens and experts |", "|-|-|-|-|-|", sep="\n")
+    for variant in given.variants or tiny.VARIANTS:
+        rows[variant] = row_of(variant, given.device)
+        if given.out:
+            given.out.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    if given.write:
+        record(rows, listing.HERE / "checked.json")
+    return int(not all(passed(rows).values()))
 
 
 if __name__ == "__main__":
