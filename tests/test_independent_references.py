@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import tiny
 import torch
+from engine_tools import make_core, request, run
 from parity import MODES, check_variant
 from reference_models import checkpoints
 from reference_models.blocks import ByBlocks, denoise, shares
 from reference_models.models import BailingV2, slopes
 from reference_models.pieces import by_blocks, rotated
+from safetensors.torch import save_file
 
 
 def test_ling_2_equals_its_plain_model(tmp_path, monkeypatch):
@@ -56,6 +59,26 @@ def test_a_tensor_that_is_never_read_is_seen():
         model(input_ids=tokens)
         left = {name for name in set(model.tensors) - read if ".experts." not in name}
         assert not left, (variant, left)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("variant", checkpoints.BLOCK_MODELS)
+def test_block_families_equal_their_plain_models(variant, threshold, tmp_path):
+    """Tokens of the denoising loop and the experts of the last pass, of several requests at once, and after a hit."""
+    model = checkpoints.BLOCK_MODELS[variant](0)
+    model.block, mask_id = 4, 96
+    save_file({name: tensor.contiguous() for name, tensor in model.tensors.items()}, tmp_path / "model.safetensors")
+    config = {**tiny.SPECIAL, **model.config, "block_length": model.block, "mask_token_id": mask_id}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    core = make_core(tmp_path, chunked_prefill_size=16, block_confidence=threshold)
+    prompts = {str(n): np.random.default_rng(n).integers(0, mask_id, n).tolist() for n in (1, 4, 7, 18, 40)}
+    for _ in ("fresh", "from the cache"):
+        found = run(core, [request(rid, prompt, tokens=11) for rid, prompt in prompts.items()])
+        for rid, prompt in prompts.items():
+            tokens, routes = denoise(model, prompt, 11, mask_id, threshold=threshold)
+            assert mask_id not in tokens and found[rid].tokens == tokens[len(prompt) :][:11]
+            want_TLK = torch.stack([routes[layer] for layer in sorted(routes)], 1).sort(-1).values
+            np.testing.assert_array_equal(np.sort(found[rid].routes, -1), want_TLK[: len(prompt) + 10])
 
 
 def test_slopes_of_powers_of_two_and_between():
