@@ -6,9 +6,11 @@ import json
 
 import numpy as np
 import pytest
+import test_block_diffusion
 import tiny
 from parity import Reference, check_variant, generate, tiny_engine
 from parity_gpu import check_on
+from reference_models.checkpoints import BLOCK_MODELS
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -56,7 +58,9 @@ def test_every_family_has_a_variant(tmp_path):
         folder = tmp_path / variant
         tiny.save(variant, folder)
         shown.add(resolve(load_model_config(str(folder)))[0].name)
-    assert shown == {f.name for f in all_families()}
+    # Those that fill in blocks have no next token to compare: tests/test_block_diffusion.py.
+    filling = {f.name for f in all_families() if f.architectures[0] in test_block_diffusion.MODELS}
+    assert shown | filling == {f.name for f in all_families()} and not shown & filling
 
 
 def test_the_comparison_sees_a_wrong_router(tmp_path):
