@@ -46,6 +46,13 @@ MIXED = [
     for shape, options in [(SHAPES[0], o) for o in OPTIONS] + [(s, OPTIONS[i]) for i, s in enumerate(SHAPES)]
 ]
 
+# Whole blocks only: alone, behind a prefix, longer than the kernels' own tiles.
+BLOCKS = [
+    Case([8, 4, 12, 0], [8, 20, 12, 4], options={"block": 4}),
+    Case([96, 32], [96, 160], 6, 2, 48, 16, options={"block": 32}),
+    Case([9, 15], [30, 15], 4, 4, 16, 24, options={"block": 3}),
+]
+
 
 def build(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> tuple[Any, dict]:
     """((q, k, v), keyword arguments of paged_attention): slots no sequence owns, and slot 0, hold NaN."""
@@ -89,9 +96,10 @@ def exact(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> np.ndarray:
     for b, length in enumerate(lens):
         for t in range(starts[b], starts[b + 1]):
             position = length - (starts[b + 1] - t)
+            block = kw.get("block") or 1
             seen = [
                 j
-                for j in range(position + 1)
+                for j in range((position // block + 1) * block)
                 if (kw.get("window") is None or position - j < kw["window"])
                 and (kw.get("chunk") is None or j // kw["chunk"] == position // kw["chunk"])
             ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import DECODE, MIXED, Case, build, error, exact
+from attention_cases import BLOCKS, DECODE, MIXED, Case, build, error, exact
 
 from tracklayer.kernels.attention import paged_attention
 
 
-@pytest.mark.parametrize("case", DECODE + MIXED, ids=str)
+@pytest.mark.parametrize("case", DECODE + MIXED + BLOCKS, ids=str)
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_agrees_with_float64(case, dtype, bound):
     tensors, keywords = build(case, dtype)

@@ -6,7 +6,7 @@ import kernel_checks as checks
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import DECODE, MIXED, Case, build, error, exact
+from attention_cases import BLOCKS, DECODE, MIXED, Case, build, error, exact
 
 from tracklayer.kernels import attention_hopper
 from tracklayer.kernels.attention import paged_attention, paged_attention_ref
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize("case", DECODE + MIXED, ids=str)
+@pytest.mark.parametrize("case", DECODE + MIXED + BLOCKS, ids=str)
 @pytest.mark.parametrize("dtype,bound", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
 def test_attention_small(case, dtype, bound):
     tensors, keywords = build(case, dtype, "cuda")

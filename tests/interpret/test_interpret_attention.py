@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from attention_cases import DECODE, MIXED, Case, build, error, exact
+from attention_cases import BLOCKS, DECODE, MIXED, Case, build, error, exact
 
 from tracklayer.kernels.attention import launch_paged_attention, paged_attention
 from tracklayer.kernels.attention_decode import paged_decode
@@ -44,6 +44,15 @@ def test_prefill(case, rows):
     want = exact(*tensors, **keywords)
     out = paged_prefill(*tensors, **without(keywords, "max_query", "max_len"), block=16, block_m=rows)
     assert error(out, want) < BOUND
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
+@pytest.mark.parametrize("rows", [16, 32])
+def test_blocks_see_themselves_whole(case, rows):
+    tensors, keywords = build(case)
+    where = without(keywords, "max_query", "max_len", "block")
+    out = paged_prefill(*tensors, **where, whole=keywords["block"], block=16, block_m=rows)
+    assert error(out, exact(*tensors, **keywords)) < BOUND
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 8}])

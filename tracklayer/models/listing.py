@@ -78,6 +78,7 @@ def mixer_words(spec: Any) -> str:
         f"q/k norm {spec.qk_norm}{' after rope' if spec.qk_norm_after_rope else ''}" if spec.qk_norm else "",
         f"window {spec.window}" if spec.window else "",
         f"chunk {spec.chunk}" if spec.chunk else "",
+        f"blocks of {spec.block}" if spec.block else "",
         "sinks" if spec.sinks else "",
         f"softcap {spec.softcap:g}" if spec.softcap else "",
         f"gate per {spec.out_gate}" if spec.out_gate else "",
