@@ -10,7 +10,6 @@ import test_block_diffusion
 import tiny
 from parity import Reference, check_variant, generate, tiny_engine
 from parity_gpu import check_on
-from reference_models.checkpoints import BLOCK_MODELS
 from safetensors import safe_open
 from safetensors.torch import save_file
 
