@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import shlex
 import signal
@@ -203,14 +204,19 @@ def main(argv: list[str] | None = None) -> int:
         LogStyle(launch.server.log_level, launch.server.log_format).set_up()
         for line in launch.warnings:
             log.warning(line)
-        return asyncio.run(_run(launch))
+        with asyncio.Runner(loop_factory=_quick_loop()) as runner:
+            return runner.run(Runner(launch).run())
     except TracklayerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-async def _run(launch: Launch) -> int:
-    return await Runner(launch).run()
+def _quick_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop, where it is installed; None: asyncio's own."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
 
 
 if __name__ == "__main__":
