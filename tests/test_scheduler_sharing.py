@@ -172,8 +172,8 @@ def planted(fault) -> Scheduler:
         (lambda s: s.cache.allocator.allocate(1), "owners"),
         (lambda s: s.running[0].slots.__setitem__(6, s.running[0].slots[2]), "owners"),
         (lambda s: s.cache.tree.lock(s.running[0].node), "references"),
-        (lambda s: s._free_rows.pop(), "rows"),
-        (lambda s: s._free_rows.append(s.running[0].row), "rows"),
+        (lambda s: s.roster.free_rows.pop(), "rows"),
+        (lambda s: s.roster.free_rows.append(s.running[0].row), "rows"),
         (lambda s: setattr(s.cache.tree, "num_evictable", 3), "evictable"),
     ],
 )
