@@ -53,6 +53,13 @@ BLOCKS = [
     Case([9, 15], [30, 15], 4, 4, 16, 24, options={"block": 3}),
 ]
 
+# Sequences of several windows or chunks, so that slots have left them.
+LEFT = [case for case in DECODE + MIXED if {"window", "chunk"} & set(case.options or {})] + [
+    Case([1, 1, 40], [300, 129, 333], *shape, options=options)
+    for shape in ((4, 2, 32, 32), (8, 1, 64, 32))
+    for options in ({"window": 33}, {"window": 128, "sinks_N": True}, {"chunk": 64})
+]
+
 
 def build(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> tuple[Any, dict]:
     """((q, k, v), keyword arguments of paged_attention): slots no sequence owns, and slot 0, hold NaN."""
@@ -121,3 +128,23 @@ def error(out: Tensor, want: np.ndarray) -> float:
     """Relative error in the Frobenius norm; NaN counts as infinite."""
     difference = np.linalg.norm(out.double().cpu().numpy() - want) / max(np.linalg.norm(want), 1e-30)
     return math.inf if math.isnan(difference) else float(difference)
+
+
+def forget(k: Tensor, v: Tensor, kw: dict[str, Any]) -> int:
+    """Drop what no query of the step can see any more: NaN in its slots, slot 0 in the table. How many slots that was.
+
+    Sequences without a query in the step are dropped whole.
+    """
+    dropped = 0
+    for b, length in enumerate(kw["lens_B"].tolist()):
+        first = length - int(kw["starts_B1"][b + 1] - kw["starts_B1"][b])  # its window begins earliest
+        begin = length
+        if first < length:
+            begin = first - kw["window"] + 1 if "window" in kw else first // kw["chunk"] * kw["chunk"]
+            begin = max(0, begin)
+        line = kw["slot_table_RC"][kw["rows_B"][b].long()]
+        gone = line[:begin].long()
+        k[gone], v[gone] = math.nan, math.nan
+        line[:begin] = 0
+        dropped += begin
+    return dropped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import BLOCKS, DECODE, MIXED, Case, build, error, exact
+from attention_cases import BLOCKS, DECODE, LEFT, MIXED, Case, build, error, exact, forget
 
 from tracklayer.kernels.attention import paged_attention
 
@@ -15,6 +15,15 @@ def test_agrees_with_float64(case, dtype, bound):
     tensors, keywords = build(case, dtype)
     want = exact(*tensors, **keywords)
     assert error(paged_attention(*tensors, **keywords), want) < bound
+
+
+@pytest.mark.parametrize("case", LEFT, ids=str)
+def test_nothing_that_left_is_read(case):
+    """Slots outside every window or chunk may hold anything, and the table may have forgotten them."""
+    (q, k, v), keywords = build(case)
+    want = exact(q, k, v, **keywords)
+    assert forget(k, v, keywords) > 0
+    assert error(paged_attention(q, k, v, **keywords), want) < 1e-5
 
 
 def test_one_by_one_equals_batched():

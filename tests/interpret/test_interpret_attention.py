@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from attention_cases import BLOCKS, DECODE, MIXED, Case, build, error, exact
+from attention_cases import BLOCKS, DECODE, LEFT, MIXED, Case, build, error, exact, forget
 
 from tracklayer.kernels.attention import launch_paged_attention, paged_attention
 from tracklayer.kernels.attention_decode import paged_decode
@@ -43,6 +43,17 @@ def test_prefill(case, rows):
     tensors, keywords = build(case)
     want = exact(*tensors, **keywords)
     out = paged_prefill(*tensors, **without(keywords, "max_query", "max_len"), block=16, block_m=rows)
+    assert error(out, want) < BOUND
+
+
+@pytest.mark.parametrize("case", [case for case in LEFT if max(case.counts) == 1], ids=str)
+@pytest.mark.parametrize("splits", [1, 4])
+def test_decode_reads_nothing_that_left(case, splits):
+    """Slots outside every window or chunk may hold anything, and the table may have forgotten them."""
+    (q, k, v), keywords = build(case)
+    want = exact(q, k, v, **keywords)
+    assert forget(k, v, keywords) > 0
+    out = paged_decode(q, k, v, **without(keywords, "starts_B1", "max_query"), block=16, splits=splits)
     assert error(out, want) < BOUND
 
 

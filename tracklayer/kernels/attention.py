@@ -178,20 +178,23 @@ def paged_attention_ref(
         index = torch.tensor(single, device=q_TND.device)
         tokens, lens_b = starts_B1[index].long(), lens_B[index].long()
         slots_BL = slot_table_RC[rows_B[index].long(), : max(lens[b] for b in single)].long()
-        # Positions past a short sequence's end may hold any slot number, and any slot NaN, which a mask would not hide:
-        # read the sequence's own first slot there.
+        # Positions past a short sequence's end, or that left its window, may hold any slot number, and any slot NaN,
+        # which a mask would not hide: read the sequence's own last slot there.
         inside_BL = torch.arange(slots_BL.shape[1], device=q_TND.device) < lens_b[:, None]
-        slots_BL = torch.where(inside_BL, slots_BL, slots_BL[:, :1])
         seen_BnL = _seen(lens_b[:, None] - 1, slots_BL.shape[1], window, chunk) & inside_BL[:, None]
+        slots_BL = torch.where(seen_BnL[:, 0], slots_BL, slots_BL.gather(1, lens_b[:, None] - 1))
         k_BLHD, v_BLHE = (_rows(cache, slots_BL) for cache in (k_SHD, v_SHE))
         out_TNE[tokens] = _attend(q_TND[tokens][:, None], k_BLHD, v_BLHE, seen_BnL, **rule)[:, 0]
     for b, (count, n) in enumerate(zip(counts, lens, strict=True)):
         if n > 0 and (count > 1 or (count == 1 and not batched)):
             tokens = slice(starts[b], starts[b + 1])
-            k_1LHD, v_1LHE = (_rows(cache, slot_table_RC[rows_B[b], :n][None]) for cache in (k_SHD, v_SHE))
+            slots_1L = slot_table_RC[rows_B[b], :n][None]
             positions = torch.arange(n - count, n, device=q_TND.device)[None]
             plain = count == n and window is None and chunk is None and block is None
             seen = None if plain else _seen(positions, n, window, chunk, block)
+            if seen is not None:
+                slots_1L = torch.where(seen.any(1), slots_1L, slots_1L[:, -1:])
+            k_1LHD, v_1LHE = (_rows(cache, slots_1L) for cache in (k_SHD, v_SHE))
             out_TNE[tokens] = _attend(q_TND[None, tokens], k_1LHD, v_1LHE, seen, **rule)[0]
     return out_TNE
 
