@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tracklayer.kernels.attention_decode import split_width
-from tracklayer.kernels.jit import LOG2E, jit, next_power_of_2, tl
+from tracklayer.kernels.jit import LOG2E, jit, next_power_of_2, shared_bytes, tl
 
 
 @jit
@@ -149,6 +149,13 @@ def _prefill_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=r_ok[:, None] & (e < E)[None, :])
 
 
+def _fitting(row_bytes: int, query_bytes: int, shared: int, narrow: bool) -> tuple[int, int]:
+    """(key positions at once, stages) whose keys, values and queries fit in a block's shared memory; best first."""
+    tries = [(128, 3), (64, 3), (64, 2), (32, 2), (16, 2)]
+    fits = (t for t in tries if t[0] * t[1] * row_bytes + query_bytes <= shared and (narrow or t[0] < 128))
+    return next(fits, (16, 1))
+
+
 def paged_prefill(
     q_TND: Tensor,
     k_SHD: Tensor,
@@ -189,8 +196,11 @@ def paged_prefill(
     narrow = value_width <= 128 and q_TND.element_size() == 2
     if block_m is None:
         block_m = 128 if narrow else 64 if value_width <= 256 else 16
-    if block is None:
-        block = 128 if narrow and not paged else 64 if q_TND.element_size() == 2 else 32
+    if block is None and not paged:
+        row_bytes = (width + value_width) * q_TND.element_size()
+        block, stages = _fitting(row_bytes, block_m * width * q_TND.element_size(), shared_bytes(q_TND.device), narrow)
+    elif block is None:
+        block = 64 if q_TND.element_size() == 2 else 32
     if warps is None:
         warps = 8 if not paged or not narrow else 4
     d0, d1 = split_width(width)

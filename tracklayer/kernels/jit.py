@@ -49,6 +49,14 @@ def num_sms(device: torch.device) -> int:
 
 
 @cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block of a CUDA device can have; on a CPU (the interpreter) that of a small GPU."""
+    if device.type != "cuda":
+        return 99 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@cache
 def has_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch needs compute capability 9."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
