@@ -55,12 +55,13 @@ class Plain:
             tokens += [MASK] * (begin + LENGTH - len(tokens))
             while MASK in tokens:
                 logits_TV, _ = self.forward(tokens)
-                logits_TV[:, MASK] = -torch.inf
-                best = logits_TV.softmax(-1).max(-1)
+                chances_TV = logits_TV.softmax(-1)
+                chances_TV[:, MASK] = -1.0  # never taken
+                best = chances_TV.max(-1)
                 masked = [p for p in range(len(tokens)) if tokens[p] == MASK]
                 top = max(masked, key=lambda p: best.values[p].item())
                 for p in masked:
-                    if best.values[p] >= confidence or p == top:
+                    if best.values[p] > confidence or p == top:
                         tokens[p] = int(best.indices[p])
             for token in tokens[max(begin, len(prompt)) :]:
                 output.append(token)
@@ -163,8 +164,9 @@ def test_log_probabilities_are_those_of_the_pass_that_chose(checkpoint):
     prompt = PROMPTS[1]
     result = run(engine(folder, block_confidence=0.0), [request("a", prompt, tokens=LENGTH, return_logprob=True)])["a"]
     logits_TV, _ = plain.forward(prompt + [MASK] * LENGTH)  # confidence 0: one pass fills the block
-    logits_TV[:, MASK] = -torch.inf
-    want = logits_TV.log_softmax(-1)[len(prompt) :].max(-1)
+    chances_TV = logits_TV.log_softmax(-1)
+    chances_TV[:, MASK] = -torch.inf
+    want = chances_TV[len(prompt) :].max(-1)
     assert result.tokens == want.indices.tolist()
     np.testing.assert_allclose(result.output_logprobs.logprobs, want.values.numpy(), atol=1e-4)
 

@@ -63,10 +63,10 @@ class BlockRun:
         )
 
     def fill(self, found: TokenLogprobs, confidence: float) -> None:
-        """Keep the tokens that are at least so probable, and always the likeliest one."""
+        """Keep the tokens that are more probable than that, and always the likeliest one."""
         positions = self.masked
         assert len(positions) == len(found.token_ids), f"{len(found.token_ids)} tokens for {len(positions)} masks"
-        likely = np.exp(found.logprobs) >= confidence
+        likely = np.exp(found.logprobs) > confidence
         likely[int(np.argmax(found.logprobs))] = True
         for at in np.flatnonzero(likely):
             self.tokens[positions[at]] = int(found.token_ids[at])

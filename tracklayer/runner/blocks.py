@@ -16,7 +16,8 @@ def fill_masks(
 ) -> dict[int, dict[str, Tensor]]:
     """By index of each share that ends with a masked block: {"token_ids": int32 [m], "logprobs": float32 [m]}.
 
-    m masked positions in order; the logits of position q are of token q itself. The mask's own id is never sampled.
+    m masked positions in order; the logits of position q are of token q itself. The mask's own id is never sampled, but
+    has its share in the probabilities, as in the published code.
     """
     places: list[int] = []
     alone: list[Share] = []
@@ -35,10 +36,11 @@ def fill_masks(
     if not alone:
         return {}
     device = hidden_TD.device
-    logits_MV = decoder.logits(hidden_TD[torch.tensor(places, device=device)]).clone()
-    logits_MV[:, mask_id] = NEG_INF
+    logits_MV = decoder.logits(hidden_TD[torch.tensor(places, device=device)])
+    barred_MV = logits_MV.clone()
+    barred_MV[:, mask_id] = NEG_INF
     rows_M = torch.tensor([share.row for share in alone], dtype=torch.int32, device=device)
-    ids_M = sampler(logits_MV, alone, rows_M).ids_N
+    ids_M = sampler(barred_MV, alone, rows_M).ids_N
     temperature_M = torch.from_numpy(sampler.rows.sampling["temperature"][[share.row for share in alone]]).to(device)
     logprobs_M, _, _ = logprobs_of(logits_MV, temperature_M, ids_M, 0)
     pieces = zip(ids_M.split(list(counts.values())), logprobs_M.split(list(counts.values())), strict=True)
