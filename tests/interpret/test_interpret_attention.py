@@ -57,6 +57,15 @@ def test_decode_reads_nothing_that_left(case, splits):
     assert error(out, want) < BOUND
 
 
+@pytest.mark.parametrize("case", LEFT, ids=str)
+def test_prefill_reads_nothing_that_left_a_window(case):
+    (q, k, v), keywords = build(case)
+    want = exact(q, k, v, **keywords)
+    assert forget(k, v, keywords)
+    out = paged_prefill(q, k, v, **without(keywords, "max_query", "max_len"), block=16, block_m=16)
+    assert error(out, want) < BOUND
+
+
 @pytest.mark.parametrize("case", BLOCKS, ids=str)
 @pytest.mark.parametrize("rows", [16, 32])
 def test_blocks_see_themselves_whole(case, rows):

@@ -125,9 +125,9 @@ def _prefill_kernel(
         high = tl.minimum(high // WHOLE * WHOLE + WHOLE - 1, length - 1)
     first = 0
     if WINDOW:
-        first = tl.maximum(first, (low - window + 1) // L * L)
+        first = tl.maximum(first, low - window + 1)  # nothing before it is read: its slots may be another's
     if CHUNK:
-        first = tl.maximum(first, low // chunk * chunk // L * L)
+        first = tl.maximum(first, low // chunk * chunk)
     whole = first if WINDOW or CHUNK else (low + 1) // L * L  # blocks before it need no mask
     m = tl.full([M], -1e30, tl.float32)
     total = tl.zeros([M], tl.float32)
