@@ -63,6 +63,16 @@ TWO_CALLS = {
     **dict.fromkeys(("mimo", "step3p5"), "".join(c.replace(">\n", ">") for c in CODER)),
     "qwen3_coder": "\n".join(CODER),
     "minimax-m2": f"<minimax:tool_call>\n{''.join(INVOKE)}</minimax:tool_call>\n",
+    "ling3": "\n".join(GLM).replace("weather\n", "weather"),
+    "kimi_k3": "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>" + "".join(
+        f'<|open|>call tool="weather" index="{i}"<|sep|><|open|>argument key="city" type="string"<|sep|>{city}'
+        f'<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>{days}<|close|>argument<|sep|>'
+        "<|close|>call<|sep|>"
+        for i, (city, days) in enumerate(ASKED, 1)) + "<|close|>tools<|sep|><|close|>message<|sep|>",
+    "step3": "<\uff5ctool_calls_begin\uff5c>\n" + "\n".join(
+        '<\uff5ctool_call_begin\uff5c>function<\uff5ctool_sep\uff5c><steptml:invoke name="weather">\n'
+        + xml('<steptml:parameter name="{}">', "</steptml:parameter>", *a)
+        + "</steptml:invoke><\uff5ctool_call_end\uff5c>" for a in ASKED) + "\n<\uff5ctool_calls_end\uff5c>",
     "gpt-oss": "".join(
         f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{a}<|call|>"
         for a in (ARGS_PARIS, ARGS_BERLIN)),
@@ -152,6 +162,20 @@ REPLIES = [
     ("gpt-oss", "", "<|channel|>analysis<|message|>x y<|end|><|start|>assistant<|channel|>final<|message|>z",
      ("x y", "z")),
     ("gpt-oss", "", "<|channel|>final<|message|>z", ("", "z")),
+    ("gemma4", "", "<|channel>thought\nhm <|<channel|>Yes", ("hm <|", "Yes")),
+    ("gemma4", "", "<|channel>thought\n<channel|>Yes", ("", "Yes")),
+    ("gemma4", "", "no thought", ("", "no thought")),
+    ("nemotron_3", "assistant\n<think>\n", "hm\n</think>\n\nYes", ("hm", "Yes")),
+    ("nemotron_3", "<think></think>", "Yes", ("", "Yes")),
+    ("nemotron_3", "<think>\n", "a<tool_call>b", ("a", "<tool_call>b")),
+    ("ling3", "", "<think>a<tool_call>b", ("a", "<tool_call>b")),
+    ("hunyuan", "", "<think>a</think>b", ("a", "b")),
+    ("step3p5", "", "a</think>b", ("a", "b")),
+    ("minimax-m3", "", "<mm:think>a <think> b</mm:think>c", ("a <think> b", "c")),
+    ("minimax-m3", "", "</mm:think>c", ("", "c")),  # replies without thought may begin so
+    ("kimi_k3", "<|open|>think<|sep|>", "a<|close|>think<|sep|><|open|>response<|sep|>b<|close|>response<|sep|>"
+     "<|close|>message<|sep|>", ("a", "b")),
+    ("kimi_k3", "", "<|open|>think<|sep|>a<|open|>tools<|sep|>c", ("a", "<|open|>tools<|sep|>c")),
     ("kimi_k2", "<think>", "x<|tool_calls_section_begin|>", ("x", "<|tool_calls_section_begin|>")),
 ]  # fmt: skip
 
@@ -238,7 +262,7 @@ def test_reasoning_tokens_are_counted_by_their_markers(name, inside, ids, count)
 def test_a_chat_template_tells_its_form():
     """Each form's own example is what a template that teaches it holds."""
     same = {"qwen": "hermes", "qwen25": "hermes", "mimo": "qwen3_coder", "step3p5": "qwen3_coder", "glm": "glm45",
-            "glm47": "glm45"}  # fmt: skip
+            "glm47": "glm45", "ling3": "glm45"}  # fmt: skip
     for name, example in TWO_CALLS.items():
         assert told_by(f"{{% if tools %}}{example}{{% endif %}}") == same.get(name, name)
     for template in (None, "", "{{ messages }}"):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tracklayer.server.markers import Cutter
+from tracklayer.server.tool_formats import KIMI_K3_CHANNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ OPENED = ReasoningFormat(opens=True)
 REASONING_FORMATS = {
     "deepseek-r1": OPENED,
     "deepseek-v3": THINK,
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", special=True),
     "glm45": ReasoningFormat(cuts=("<tool_call>",)),
     "gpt-oss": ReasoningFormat(
         "<|channel|>analysis<|message|>",
@@ -41,15 +43,27 @@ REASONING_FORMATS = {
         repeats=True,
         special=True,
     ),
+    "hunyuan": ReasoningFormat(cuts=("<tool_calls>",)),
     "interns1": THINK,
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "kimi_k2": ReasoningFormat(cuts=("<|tool_calls_section_begin|>",)),
+    "kimi_k3": ReasoningFormat(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        cuts=("<|open|>tools<|sep|>",),
+        drops=KIMI_K3_CHANNELS,
+        special=True,
+    ),
+    "ling3": ReasoningFormat(cuts=("<tool_call>",)),
     "mimo": THINK,
     "minimax": OPENED,
+    "minimax-m3": ReasoningFormat("<mm:think>", "</mm:think>", drops=("</mm:think>",)),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", special=True),
+    "nemotron_3": ReasoningFormat(cuts=("<tool_call>",)),
     "qwen3": ReasoningFormat(cuts=("<tool_call>",)),
     "qwen3-thinking": OPENED,
     "step3": OPENED,
+    "step3p5": OPENED,
 }
 
 

@@ -16,8 +16,8 @@ class ToolFormat:
     """How a family writes its calls: between `begin` and `end` (None: to the end of the reply).
 
     call: groups `name` and `args` of each call; None: JSON objects with name and arguments (or parameters).
-    parameter: groups `key` and `value` in args that are not JSON, and `text`, "true" where the value is text whatever
-    it looks like. drops: markers around calls.
+    parameter: groups `key` and `value` in args that are not JSON, and `text`, "true" or "string" where the value
+    is text whatever it looks like. drops: markers around calls.
     bare: a reply that begins with "{" may be a call without `begin`. special: markers are special tokens.
     """
 
@@ -54,6 +54,8 @@ def dsml(section: str) -> ToolFormat:
     )
 
 
+KIMI_K3_CHANNELS = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+STEP3_SECTION = ("<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool_calls_end\uff5c>")
 DEEPSEEK_SECTION = ("<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>")
 TOOL_FORMATS = {
     "deepseekv3": ToolFormat(
@@ -97,6 +99,16 @@ TOOL_FORMATS = {
         drops=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         special=True,
     ),
+    "kimi_k3": ToolFormat(
+        "<|open|>tools<|sep|>",
+        "<|close|>tools<|sep|>",
+        call=r'\s*<\|open\|>call\s+tool="(?P<name>[^"]+)"[^<]*<\|sep\|>(?P<args>.*?)<\|close\|>call<\|sep\|>\s*',
+        parameter=r'<\|open\|>argument\s+key="(?P<key>[^"]+)"\s+type="(?P<text>\w+)"\s*<\|sep\|>(?P<value>.*?)'
+        r"<\|close\|>argument<\|sep\|>",
+        drops=KIMI_K3_CHANNELS,
+        special=True,
+    ),
+    "ling3": GLM,
     "llama3": ToolFormat("<|python_tag|>", None, bare=True, special=True),
     "minimax-m2": ToolFormat(
         "<minimax:tool_call>",
@@ -109,6 +121,15 @@ TOOL_FORMATS = {
     "qwen": HERMES,
     "qwen25": HERMES,
     "qwen3_coder": CODER,
+    "step3": ToolFormat(
+        "<\uff5ctool_call_begin\uff5c>",
+        "<\uff5ctool_call_end\uff5c>",
+        call=r"\s*function<\uff5ctool_sep\uff5c>\s*"
+        r'<steptml:invoke\s+name="(?P<name>[^"]+)">(?P<args>.*?)</steptml:invoke>\s*',
+        parameter=r'<steptml:parameter\s+name="(?P<key>[^"]+)">(?P<value>.*?)</steptml:parameter>',
+        drops=STEP3_SECTION,
+        special=True,
+    ),
     "step3p5": CODER,
 }
 # What a chat template holds when its family writes calls so; the first that fits wins.
@@ -120,6 +141,8 @@ TELLS = (
     (("<\uff5ctool▁call▁begin\uff5c>", "```json"), "deepseekv3"),
     (("<\uff5ctool▁call▁begin\uff5c>",), "deepseekv31"),
     (("<|tool_call_begin|>",), "kimi_k2"),
+    (("<|open|>", "<|sep|>"), "kimi_k3"),
+    (("<steptml:invoke",), "step3"),
     (("<minimax:tool_call>",), "minimax-m2"),
     (("to=functions.",), "gpt-oss"),
     (("[TOOL_CALLS]",), "mistral"),
@@ -169,7 +192,7 @@ def value_of(found: re.Match[str], schema: dict[str, Any]) -> Any:
     """A parameter's value, written without quotes: text where it or the tool's schema says so, else JSON if it is."""
     text, said = found["value"], found.groupdict().get("text")
     own = (schema.get("properties") or {}).get(found["key"])
-    if said == "true" or (said is None and isinstance(own, dict) and own.get("type") == "string"):
+    if said in ("true", "string") or (said is None and isinstance(own, dict) and own.get("type") == "string"):
         return text
     try:
         return json.loads(text)
