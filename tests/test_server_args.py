@@ -49,6 +49,12 @@ def test_flags_without_meaning_warn_once_each_and_swallow_their_values():
     assert [w.split()[0] for w in launch.warnings] == ["--attention-backend", "--cuda-graph-bs", "--enable-mixed-chunk"]
 
 
+def test_flags_that_ask_for_what_is_so_or_can_not_be_say_which():
+    launch = parse(["m", "--enable-deterministic-inference", "--revision", "main"])
+    assert ["is not promised" in launch.warnings[0], "a directory" in launch.warnings[1]] == [True, True]
+    assert len(launch.warnings) == 2
+
+
 def test_what_we_lack_passes_only_at_its_default():
     launch = parse(["m", "--dp-size", "1", "--quantization", "none", "--kv-cache-dtype", "auto", "--nnodes", "1"])
     assert launch.warnings == []

@@ -106,6 +106,9 @@ WITHOUT_EFFECT = {
     "skip_server_warmup": "there is no warm-up request",
     "load_balance_method": "there is one replica",
     "gpu_id_step": "an engine runs on one GPU",
+    "enable_deterministic_inference": "equal seed and position always sample equally; "
+    "that log-probabilities do not depend on the batch to the last bit is not promised",
+    "revision": "the model path is a directory, taken as it is",
     "scheduling_policy": "priorities are always honoured, equal ones in order of arrival",
 }
 
@@ -113,7 +116,6 @@ WITHOUT_EFFECT = {
 LACKING: dict[str, Any] = {
     "quantization": None,
     "kv_cache_dtype": "auto",
-    "revision": None,
     "logprobs_mode": "processed_logprobs",
     "dp_size": 1,
     "pp_size": 1,
@@ -127,7 +129,6 @@ LACKING: dict[str, Any] = {
     "enable_dp_lm_head": False,
     "enable_eplb": False,
     "ep_num_redundant_experts": 0,
-    "enable_deterministic_inference": False,
     "rl_on_policy_target": None,
     "cpu_offload_gb": 0,
     "custom_weight_loader": None,
