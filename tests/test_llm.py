@@ -16,7 +16,7 @@ from server_fakes import FakeEngine, byte_level_tokenizer, info, route_rows
 import tracklayer
 from tracklayer.config import EngineConfig
 from tracklayer.engine.flags import SERVER_FLAGS
-from tracklayer.engine.llm import Engine, engine_options
+from tracklayer.engine.llm import RPC_METHODS, Engine, engine_options
 from tracklayer.errors import TracklayerError, UserError
 from tracklayer.server.config import ServerConfig
 
@@ -145,6 +145,18 @@ def test_control(engine):
         engine.pause_generation("sometimes")
     served = engine.get_server_info()
     assert served["enable_return_routed_experts"] is False and served["max_total_num_tokens"] == 4096
+
+
+def test_collective_rpc_calls_control_methods_alone(engine):
+    assert engine.collective_rpc("flush_cache") == [engine.flush_cache()]
+    assert engine.collective_rpc("update_weight_version", new_version="7")[0][0] is True
+    assert engine.generate("ab", {"max_new_tokens": 1})["meta_info"]["weight_version"] == "7"
+    assert all(callable(getattr(Engine, name)) for name in RPC_METHODS)
+    for method in ("shutdown", "collective_rpc", "_open", "save_sharded_model", ""):
+        with pytest.raises(UserError, match="flush_cache"):
+            engine.collective_rpc(method)
+    with pytest.raises(TypeError):
+        engine.collective_rpc("flush_cache", path="x")
 
 
 def test_pause_holds_new_requests_until_continue(engine):

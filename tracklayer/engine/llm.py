@@ -30,6 +30,24 @@ T = TypeVar("T")
 TEXT_OPTIONS = ("chat_template", "trust_remote_code", "log_level", "served_model_name")
 INTAKE_OPTIONS = ("allow_auto_truncate", "preferred_sampling_params", "stream_interval")
 Messages = list[dict[str, Any]]
+# what collective_rpc may call
+RPC_METHODS = (
+    "flush_cache",
+    "pause_generation",
+    "continue_generation",
+    "abort_request",
+    "update_weights_from_disk",
+    "update_weight_version",
+    "begin_weight_update",
+    "end_weight_update",
+    "get_weights_by_name",
+    "check_weights",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+    "start_profile",
+    "stop_profile",
+    "freeze_gc",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +308,15 @@ class Engine:
     def freeze_gc(self) -> None:
         """Keep what lives now out of later garbage collections."""
         self._thread.run(self._control.freeze_gc())
+
+    def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """What the control method of this name answers, once for each rank: there is one.
+
+        Raises UserError for a name that is not among RPC_METHODS, TypeError for arguments the method does not take.
+        """
+        if method not in RPC_METHODS:
+            raise UserError(f"collective_rpc: no method {method!r}; there are {', '.join(RPC_METHODS)}")
+        return [getattr(self, method)(**arguments)]
 
     def get_server_info(self) -> dict[str, Any]:
         """The configuration, the engine's facts, and its load now."""
