@@ -103,6 +103,10 @@ ENDPOINTS = {
     "/start_profile": ("POST", {"num_steps": "3"}), "/stop_profile": ("POST", {}), "/v1/loads": ("GET", None),
     "/get_load": ("GET", None), "/get_weight_version": ("GET", None), "/weight_version": ("GET", None),
     "/freeze_gc": ("GET POST", {}), "/metrics": ("GET", None), "/post_process_weights": ("POST", {}),
+    "/pull_weights": ("POST", {"source_dir": "/s", "local_checkpoint_dir": "/l", "target_version": 3}),
+    "/parallelism_config": ("GET", None), "/update_weights_from_ipc": ("POST", {"zmq_handles": {}}),
+    "/open_session": ("POST", {}), "/close_session": ("POST", {}), "/load_lora_adapter": ("POST", {}),
+    "/set_internal_state": ("POST", {}), "/slow_down": ("POST", {}), "/configure_logging": ("POST", {}),
     "/v1/models": ("GET", None), "/generate": ("POST PUT", IDS), "/tokenize": ("POST", {"prompt": "a"}),
     "/detokenize": ("POST", {"tokens": [5]}), "/v1/completions": ("POST", {"prompt": "a", "max_tokens": 1}),
     "/v1/chat/completions": ("POST", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
@@ -117,6 +121,7 @@ METHODS = {
     "begin_weight_update": ["selector"], "end_weight_update": [], "flush_cache": [],
     "release_memory_occupation": ["tags"], "resume_memory_occupation": ["tags"], "get_server_info": [],
     "get_model_info": [], "start_profile": [], "stop_profile": [], "freeze_gc": [], "shutdown": [],
+    "collective_rpc": ["method"], "pause_generation": ["mode"], "continue_generation": [], "abort_request": ["rid"],
     "__enter__": [], "__exit__": [],
 }  # fmt: skip
 

@@ -131,6 +131,10 @@ async def test_what_is_not_built_says_so():
         for path in NOT_BUILT:
             reply = await client.post(path, json={})
             assert reply.status_code == 501 and "not available" in reply.json()["message"], path
+            assert reply.json()["message"].endswith(NOT_BUILT[path])
+        assert (await client.get("/parallelism_config?rank=0")).status_code == 501
+    document = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    assert [path for path in NOT_BUILT if f"`{path}`" not in document] == []
 
 
 async def test_weights_checker_profile_and_gc(tmp_path):

@@ -19,18 +19,31 @@ from tracklayer.server.service import service_of
 router = APIRouter(tags=["control"])
 BOTH = ["GET", "POST"]
 
-# Known to clients, not built: named here so that they get an answer that says so.
-NOT_BUILT = (
-    "/update_weights_from_tensor",
-    "/init_weights_update_group",
-    "/update_weights_from_distributed",
-    "/destroy_weights_update_group",
-    "/update_weights_from_ipc",
-    "/load_lora_adapter",
-    "/unload_lora_adapter",
-    "/open_session",
-    "/close_session",
-)
+# Known to clients, not built: named here so that they get an answer that says so, and what to do instead.
+_TRANSPORT = "write a checkpoint and POST /update_weights_from_disk"
+NOT_BUILT = {
+    "/update_weights_from_tensor": _TRANSPORT,
+    "/init_weights_update_group": _TRANSPORT,
+    "/update_weights_from_distributed": _TRANSPORT,
+    "/destroy_weights_update_group": _TRANSPORT,
+    "/update_weights_from_ipc": _TRANSPORT,
+    "/init_weight_transfer_engine": _TRANSPORT,
+    "/start_weight_update": _TRANSPORT,
+    "/update_weights": _TRANSPORT,
+    "/finish_weight_update": _TRANSPORT,
+    "/pull_weights": "copy the checkpoint to this host and POST /update_weights_from_disk",
+    "/parallelism_config": "there is one rank; POST /weights_checker shows its parallelism_info",
+    "/load_lora_adapter": "merge the adapter into the checkpoint",
+    "/unload_lora_adapter": "there are no adapters",
+    "/open_session": "send the whole prompt: the prefix cache finds what it shares",
+    "/close_session": "there are no sessions",
+    "/set_internal_state": "give the flags at the start",
+    "/configure_logging": "use --log-level, --log-requests and --log-format at the start",
+    "/slow_down": "use /pause_generation",
+    "/start_expert_distribution_record": "GET /expert_load, or ask requests for their routes",
+    "/stop_expert_distribution_record": "GET /expert_load, or ask requests for their routes",
+    "/dump_expert_distribution_record": "GET /expert_load, or ask requests for their routes",
+}
 
 
 async def _body(request: Request, kind: type[B]) -> B:
@@ -196,7 +209,8 @@ async def freeze_gc(request: Request) -> Response:
 
 
 async def not_built(request: Request) -> Response:
-    raise ApiError(501, f"{request.url.path} is not available in this version of Tracklayer")
+    path = request.url.path
+    raise ApiError(501, f"{path} is not available in this version of Tracklayer; {NOT_BUILT[path]}")
 
 
 for _path in NOT_BUILT:
