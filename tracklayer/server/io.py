@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Coroutine
+from json.encoder import encode_basestring
 from typing import Any, Generic, TypeVar
 
 import msgpack
@@ -58,10 +59,16 @@ _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 def to_json(value: Any) -> bytes:
     """One line of JSON, whatever a reader takes for the end of a line."""
-    text = _ENCODER.encode(value)
-    if not text.isascii():
-        text = _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-    return text.encode()
+    return _one_line(_ENCODER.encode(value)).encode()
+
+
+def quoted(text: str) -> str:
+    """A string as `to_json` writes it."""
+    return _one_line(encode_basestring(text))
+
+
+def _one_line(text: str) -> str:
+    return text if text.isascii() else _LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def wants_msgpack(request: Request) -> bool:
@@ -98,17 +105,9 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Line ends of Unicode that JSON leaves alone and that some clients' line readers split at.
-LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029")
-
-
 def event(value: Any) -> bytes:
     """One event, on one line for every idea of what a line is."""
-    data = to_json(value)
-    for end, escaped in LINE_ENDS:
-        if end in data:
-            data = data.replace(end, escaped)
-    return b"data: " + data + b"\n\n"
+    return b"data: " + to_json(value) + b"\n\n"
 
 
 class EventStream(Response):

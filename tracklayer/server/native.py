@@ -15,6 +15,7 @@ from tracklayer.engine.sample import Sample
 from tracklayer.errors import UserError
 from tracklayer.server.docs import body_of
 from tracklayer.server.io import EventStream, Opened, answer, event, opened, read_body, unless_gone, wants_msgpack
+from tracklayer.server.native_events import PlainEvents
 from tracklayer.server.protocol import GenerateBody
 from tracklayer.server.service import Service, route_format, service_of
 
@@ -91,11 +92,17 @@ async def _events(
     service: Service, call: GenerateCall, source: Opened[Sample], form: str
 ) -> AsyncGenerator[bytes, None]:
     """One event for each piece of news: everything so far, or with --incremental-streaming-output what is new."""
-    incremental = service.config.incremental_streaming_output
+    incremental, batched = service.config.incremental_streaming_output, call.batched
     shown: dict[int, Shown] = {}
+    plain: dict[int, PlainEvents] = {}
     async for sample in source:
+        indexed = batched or sample.request.sampling.n > 1
+        if sample.finish is None and not incremental and PlainEvents.fits(call, sample):
+            kept = plain.get(sample.index) or plain.setdefault(sample.index, PlainEvents(sample, indexed=indexed))
+            yield kept.event(sample, service.frontend.weight_version)
+            continue
         part = shown.setdefault(sample.index, Shown()) if incremental else None
         chunk = to_wire(service, _reply(service, sample, call, part), form)
-        if call.batched or sample.request.sampling.n > 1:
+        if indexed:
             chunk["index"] = sample.index
         yield event(chunk)
