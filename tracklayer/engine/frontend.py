@@ -43,9 +43,8 @@ class Running:
         self.samples = samples
         self.interval = interval
         self.left = len(samples)
-        self.news = asyncio.Event()
-        self.done = asyncio.Event()
         self.changed: dict[int, Sample] = {}
+        self._reader: asyncio.Future[None] | None = None
         self._shown = [0] * len(samples)
 
     def progressed(self, sample: Sample) -> None:
@@ -57,11 +56,17 @@ class Running:
             return
         self._shown[i] = count
         self.changed[i] = sample
-        self.news.set()
-        if sample.finish is not None:
-            self.left -= 1
-            if self.left == 0:
-                self.done.set()
+        self.left -= sample.finish is not None
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def changes(self) -> list[Sample]:
+        """The samples that changed since the last call, once there are any. For one reader."""
+        if not self.changed:  # a bare future: an asyncio.Event costs twice as much a token
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        changed, self.changed = self.changed, {}
+        return list(changed.values())
 
 
 class TextFrontend:
@@ -219,11 +224,8 @@ class TextFrontend:
         """
         running = await self._start(call)
         with self._aborting(running):
-            while not running.done.is_set() or running.changed:
-                await running.news.wait()
-                running.news.clear()
-                changed, running.changed = running.changed, {}
-                for sample in changed.values():
+            while running.left or running.changed:
+                for sample in await running.changes():
                     if sample.error is not None:
                         raise sample.error
                     if ended is not None and sample.finish is not None:
@@ -236,14 +238,11 @@ class TextFrontend:
         reported: set[int] = set()
         with self._aborting(running):
             while len(reported) < len(running.samples):
-                await running.news.wait()
-                running.news.clear()
-                changed, running.changed = running.changed, {}
-                for i, sample in changed.items():
-                    if i in reported:
+                for sample in await running.changes():
+                    if sample.index in reported:
                         continue
                     if sample.finish is not None:
-                        reported.add(i)
+                        reported.add(sample.index)
                     yield sample
 
     def abort(self, rid: str = "", *, everything: bool = False) -> None:

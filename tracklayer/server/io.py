@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from json.encoder import encode_basestring
 from typing import Any, Generic, TypeVar
 
@@ -157,8 +157,11 @@ class Opened(Generic[T]):
     def __aiter__(self) -> Opened[T]:
         return self
 
-    async def __anext__(self) -> T:
-        return self._first.pop() if self._first else await anext(self._rest)
+    def __anext__(self) -> Awaitable[T]:
+        return self._begin() if self._first else self._rest.__anext__()
+
+    async def _begin(self) -> T:
+        return self._first.pop()
 
     async def aclose(self) -> None:
         await self._rest.aclose()
