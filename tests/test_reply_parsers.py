@@ -39,6 +39,11 @@ DSML = "<\uff5cDSML\uff5c{0}>\n" + "\n".join(
     f'<{TAG}parameter name="days" string="false">{days}</{TAG}parameter>\n</{TAG}invoke>'
     for city, days in ASKED
 ) + "\n</\uff5cDSML\uff5c{0}>"  # fmt: skip
+M3 = "]<]minimax[>["
+M3_CALLS = [
+    f'{M3}<invoke name="weather">\n{M3}<city>{city}{M3}</city>\n{M3}<days>{days}{M3}</days>{M3}</invoke>\n'
+    for city, days in ASKED
+]
 TWO_CALLS = {
     "hermes": f"<tool_call>\n{JSON_PARIS}\n</tool_call>\n<tool_call>\n{JSON_BERLIN}\n</tool_call>",
     "qwen": f"<tool_call>{JSON_PARIS}</tool_call><tool_call>{JSON_BERLIN}</tool_call>",
@@ -63,6 +68,7 @@ TWO_CALLS = {
     **dict.fromkeys(("mimo", "step3p5"), "".join(c.replace(">\n", ">") for c in CODER)),
     "qwen3_coder": "\n".join(CODER),
     "minimax-m2": f"<minimax:tool_call>\n{''.join(INVOKE)}</minimax:tool_call>\n",
+    "minimax-m3": f"{M3}<tool_call>\n{''.join(M3_CALLS)}{M3}</tool_call>",
     "ling3": "\n".join(GLM).replace("weather\n", "weather"),
     "kimi_k3": "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>" + "".join(
         f'<|open|>call tool="weather" index="{i}"<|sep|><|open|>argument key="city" type="string"<|sep|>{city}'

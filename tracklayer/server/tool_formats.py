@@ -18,6 +18,8 @@ class ToolFormat:
     call: groups `name` and `args` of each call; None: JSON objects with name and arguments (or parameters).
     parameter: groups `key` and `value` in args that are not JSON, and `text`, "true" or "string" where the value
     is text whatever it looks like. drops: markers around calls.
+    nested: what stands before each tag where arguments are elements within elements (tool_nested.py), in place of
+    `parameter`.
     bare: a reply that begins with "{" may be a call without `begin`. special: markers are special tokens.
     """
 
@@ -25,6 +27,7 @@ class ToolFormat:
     end: str | None
     call: str | None = None
     parameter: str | None = None
+    nested: str | None = None
     drops: tuple[str, ...] = ()
     bare: bool = False
     special: bool = False
@@ -55,6 +58,7 @@ def dsml(section: str) -> ToolFormat:
 
 
 KIMI_K3_CHANNELS = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+MINIMAX_M3 = "]<]minimax[>["  # a token of its own before each tag
 STEP3_SECTION = ("<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool_calls_end\uff5c>")
 DEEPSEEK_SECTION = ("<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>")
 TOOL_FORMATS = {
@@ -116,6 +120,14 @@ TOOL_FORMATS = {
         call=r'\s*<invoke name="?(?P<name>[^">]+)"?>(?P<args>.*?)</invoke>\s*',
         parameter=r'<parameter name="?(?P<key>[^">]+)"?>(?P<value>.*?)</parameter>',
     ),
+    "minimax-m3": ToolFormat(
+        MINIMAX_M3 + "<tool_call>",
+        MINIMAX_M3 + "</tool_call>",
+        call=rf'\s*{re.escape(MINIMAX_M3)}\s*<invoke name="(?P<name>[^">]+)">(?P<args>.*?)'
+        rf"{re.escape(MINIMAX_M3)}\s*</invoke>\s*",
+        nested=MINIMAX_M3,
+        special=True,
+    ),
     "mimo": CODER,
     "mistral": ToolFormat("[TOOL_CALLS]", None, special=True),
     "qwen": HERMES,
@@ -144,6 +156,7 @@ TELLS = (
     (("<|open|>", "<|sep|>"), "kimi_k3"),
     (("<steptml:invoke",), "step3"),
     (("<minimax:tool_call>",), "minimax-m2"),
+    ((MINIMAX_M3,), "minimax-m3"),
     (("to=functions.",), "gpt-oss"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|python_tag|>",), "llama3"),
@@ -191,8 +204,15 @@ def merged(calls: list[ToolCall]) -> list[ToolCall]:
 def value_of(found: re.Match[str], schema: dict[str, Any]) -> Any:
     """A parameter's value, written without quotes: text where it or the tool's schema says so, else JSON if it is."""
     text, said = found["value"], found.groupdict().get("text")
+    if said in ("true", "string"):
+        return text
     own = (schema.get("properties") or {}).get(found["key"])
-    if said in ("true", "string") or (said is None and isinstance(own, dict) and own.get("type") == "string"):
+    return text_value(text, own if said is None and isinstance(own, dict) else {})
+
+
+def text_value(text: str, schema: dict[str, Any]) -> Any:
+    """A value written without quotes: text where its schema says so, else JSON if it is."""
+    if schema.get("type") == "string":
         return text
     try:
         return json.loads(text)

@@ -14,6 +14,7 @@ from typing import Any
 from tracklayer.errors import UserError
 from tracklayer.server.markers import Cutter
 from tracklayer.server.tool_formats import HERMES, ToolCall, ToolFormat, new_id, value_of
+from tracklayer.server.tool_nested import nested_arguments
 from tracklayer.server.tool_pieces import CallPieces
 
 _MISTRAL_ARGS = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[ARGS\])?\s*(?={)")
@@ -145,6 +146,9 @@ def read_calls(form: ToolFormat, body: str, schemas: dict[str, Any]) -> list[Too
 
 def _arguments(form: ToolFormat, text: str, schema: dict[str, Any]) -> str | None:
     """Arguments as JSON text; None when they are none."""
+    if form.nested is not None and not text.lstrip().startswith("{"):
+        nested = nested_arguments(text, form.nested, schema)
+        return None if nested is None else json.dumps(nested, ensure_ascii=False)
     if form.parameter is None or text.lstrip().startswith("{"):
         try:
             value = json.loads(text)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tracklayer.server.tool_formats import ToolCall, ToolFormat, new_id, value_of
+from tracklayer.server.tool_nested import child_schema, nested_value, take_element
 
 HEAD_CHARACTERS = 4096  # a call whose name has not come by then is read when it is whole
 JSON_HEADS = (
@@ -57,7 +58,8 @@ class CallPieces:
     def __init__(self, form: ToolFormat, schemas: dict[str, Any]) -> None:
         self._form, self._schemas = form, schemas
         head, tail = ARGS.split(form.call) if form.call else ("", "")
-        starts = (head + r"\s*" + (r"(?=<)" if form.parameter else r"(?=\{)"),) if form.call else JSON_HEADS
+        opening = re.escape(form.nested) if form.nested else "<" if form.parameter else r"\{"
+        starts = (rf"{head}\s*(?={opening})",) if form.call else JSON_HEADS
         self._heads = [re.compile(start, re.DOTALL) for start in starts]
         self._tail = re.compile(r"\s*" + tail, re.DOTALL)
         self._text = ""
@@ -104,7 +106,7 @@ class CallPieces:
             return None
         self._text = self._text[found.end() :]
         self._outer = groups.get("outer") is not None
-        if self._form.parameter:
+        if self._form.parameter or self._form.nested:
             self._schema, self._keys, self._looked = self._schemas[name], 0, 0
             self._state = self._parameters
         else:
@@ -137,13 +139,15 @@ class CallPieces:
 
     def _parameters(self) -> ToolCall | None:
         """The next whole parameter, or the end of the call."""
-        parameter = self._form.parameter or ""
-        closing = parameter[parameter.rindex(")") + 1 :]
-        ended = re.compile(closing).search(self._text, self._looked)
         tail = self._tail.match(self._text) if self._tail.pattern != r"\s*" else None
         if tail is not None:
             self._text, self._state = self._text[tail.end() :], self._head
             return ToolCall(None, "}" if self._keys else "{}")
+        if self._form.nested:
+            return self._element(self._form.nested)
+        parameter = self._form.parameter or ""
+        closing = parameter[parameter.rindex(")") + 1 :]
+        ended = re.compile(closing).search(self._text, self._looked)
         if ended is None:
             self._looked = max(0, len(self._text) - len(closing))
             return None
@@ -153,6 +157,19 @@ class CallPieces:
             self._state = None
             return ToolCall(None, "}" if self._keys else "{}")
         self._text = self._text[found.end() :]
-        pair = json.dumps({found["key"]: value_of(found, self._schema)}, ensure_ascii=False)[1:-1]
+        return self._pair(found["key"], value_of(found, self._schema))
+
+    def _element(self, mark: str) -> ToolCall | None:
+        """The next parameter that is a whole element. What is none waits for the end of the calls."""
+        news, self._looked = self._text[self._looked :], len(self._text)
+        taken = take_element(self._text, mark) if ">" in news else None
+        if taken is None:
+            return None
+        name, inner, end = taken
+        self._text, self._looked = self._text[end:], 0
+        return self._pair(name, nested_value(inner, mark, child_schema(self._schema, name)))
+
+    def _pair(self, key: str, value: Any) -> ToolCall:
         self._keys += 1
+        pair = json.dumps({key: value}, ensure_ascii=False)[1:-1]
         return ToolCall(None, ("{" if self._keys == 1 else ", ") + pair)
