@@ -92,6 +92,8 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "tools and reasoning": [
             "tool_pieces::test_two_calls_in_every_form_and_every_cut",
             "server_structured::test_reasoning_and_calls_whole_and_streamed",
+            "tool_nested::test_values_come_back_whole_and_streamed",
+            "reply_parsers::test_reasoning_whole_and_cut",
             "tool_pieces::test_the_name_comes_before_the_arguments_are_whole",
         ],
         "the openai client": [OPENAI + "the_openai_client_works_unchanged"],
@@ -121,6 +123,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "llm::test_an_engine_takes_every_flag_of_the_server",
             "llm::test_unknown_arguments_are_type_errors",
         ],
+        "methods by name": ["llm::test_collective_rpc_calls_control_methods_alone"],
         "shutdown": ["engine_thread::test_shutdown_ends_open_requests_and_can_be_repeated"],
     },
 }

@@ -148,6 +148,54 @@ FLAGS = [
     "log_level=info", "log_level_http=warning", "log_requests", "log_requests_level=2", "watchdog_timeout=300",
     "enable_deterministic_inference", "revision=main", "enable_mixed_chunk", "enable_torch_compile",
 ]  # fmt: skip
+# parsers that the contract names, each taken by its flag
+TOOL_PARSERS = [
+    "qwen",
+    "qwen25",
+    "qwen3_coder",
+    "deepseekv3",
+    "deepseekv31",
+    "deepseekv32",
+    "deepseekv4",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "kimi_k3",
+    "gpt-oss",
+    "minimax-m2",
+    "minimax-m3",
+    "step3",
+    "step3p5",
+    "mimo",
+    "hunyuan",
+    "ling3",
+    "hermes",
+    "auto",
+    "llama3",
+    "mistral",
+]
+REASONING_PARSERS = [
+    "deepseek-r1",
+    "deepseek-v3",
+    "glm45",
+    "gpt-oss",
+    "kimi",
+    "kimi_k2",
+    "kimi_k3",
+    "qwen3",
+    "qwen3-thinking",
+    "minimax",
+    "minimax-append-think",
+    "minimax-m3",
+    "step3",
+    "mistral",
+    "nemotron_3",
+    "mimo",
+    "interns1",
+    "gemma4",
+]
+FLAGS += [f"tool_call_parser={name}" for name in TOOL_PARSERS]
+FLAGS += [f"reasoning_parser={name}" for name in REASONING_PARSERS]
 # these change results and are refused by name: refused is understood
 REFUSED_FLAGS = ["quantization=fp8", "kv_cache_dtype=fp8_e4m3", "tp_size=2", "dp_size=2", "enable_dp_attention",
                  "nnodes=2"]  # fmt: skip

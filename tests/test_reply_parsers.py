@@ -177,6 +177,9 @@ REPLIES = [
     ("ling3", "", "<think>a<tool_call>b", ("a", "<tool_call>b")),
     ("hunyuan", "", "<think>a</think>b", ("a", "b")),
     ("step3p5", "", "a</think>b", ("a", "b")),
+    ("minimax-append-think", "<think>\n", "a\n</think>\n\nb", ("", "<think>a\n</think>\n\nb")),
+    ("minimax-append-think", "", "", ("", "")),
+    ("deepseek-v4", "<think>", "a</think>b", ("a", "b")),
     ("minimax-m3", "", "<mm:think>a <think> b</mm:think>c", ("a <think> b", "c")),
     ("minimax-m3", "", "</mm:think>c", ("", "c")),  # replies without thought may begin so
     ("kimi_k3", "<|open|>think<|sep|>", "a<|close|>think<|sep|><|open|>response<|sep|>b<|close|>response<|sep|>"

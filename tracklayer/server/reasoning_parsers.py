@@ -16,6 +16,7 @@ class ReasoningFormat:
     opens: the reply begins inside the reasoning even if the prompt does not end with `begin`.
     cuts: what also ends the reasoning, and stays in the answer. drops: headers in the answer that say nothing.
     repeats: reasoning may come again after some answer.
+    inline: reasoning stays in the answer, with `begin`, which the prompt holds, before it.
     special: the markers are special tokens, which must be kept in the text.
     """
 
@@ -25,6 +26,7 @@ class ReasoningFormat:
     cuts: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
     repeats: bool = False
+    inline: bool = False
     special: bool = False
 
 
@@ -33,6 +35,7 @@ OPENED = ReasoningFormat(opens=True)
 REASONING_FORMATS = {
     "deepseek-r1": OPENED,
     "deepseek-v3": THINK,
+    "deepseek-v4": THINK,
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", special=True),
     "glm45": ReasoningFormat(cuts=("<tool_call>",)),
     "gpt-oss": ReasoningFormat(
@@ -57,6 +60,7 @@ REASONING_FORMATS = {
     "ling3": ReasoningFormat(cuts=("<tool_call>",)),
     "mimo": THINK,
     "minimax": OPENED,
+    "minimax-append-think": ReasoningFormat(opens=True, inline=True),
     "minimax-m3": ReasoningFormat("<mm:think>", "</mm:think>", drops=("</mm:think>",)),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", special=True),
     "nemotron_3": ReasoningFormat(cuts=("<tool_call>",)),
@@ -123,6 +127,10 @@ class ReasoningParser:
 
     def feed(self, text: str) -> tuple[str, str]:
         """(new reasoning, new answer) after more text."""
+        if self._form.inline:
+            lead = self._form.begin if self._fresh and text else ""
+            self._fresh = self._fresh and not text
+            return "", lead + text
         return self._take(self._cutter.feed(text))
 
     @property
