@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from concurrent.futures import Future
 
 import pytest
 import tiny
-from engine_tools import SMALL
+from engine_tools import SMALL, make_core, request
 
 import tracklayer
+from tracklayer.engine.operations import Controls
 from tracklayer.errors import UserError
 
 GREEDY = {"temperature": 0, "max_new_tokens": 3}
@@ -101,3 +103,27 @@ def test_a_caller_that_stops_waiting_does_not_harm_the_engine(engine, monkeypatc
         assert engine.get_server_info()["internal_states"]
         stream.close()
     assert lives(engine)
+
+
+def test_a_pause_that_aborts_ends_those_that_wait_for_new_weights_too(checkpoint):
+    core, ended = make_core(checkpoint), {}
+    controls = Controls(core)
+
+    def steps(count):
+        for _ in range(count):
+            ended.update({output.rid: output.finish.type for output in core.step() if output.finish})
+            controls.poll()
+
+    def ask(name, **arguments):
+        answer = Future()
+        controls.start(answer, name, arguments)
+        return answer
+
+    core.add(request("runs", [1, 2, 3], tokens=200))
+    steps(4)
+    update = ask("update_weights_from_disk", model_path=str(checkpoint))
+    core.add(request("held", [4, 5], tokens=3))
+    assert [r.rid for r in core.held] == ["held"] and not update.done()
+    ask("pause", mode="abort").result()
+    steps(3)
+    assert ended == {"runs": "abort", "held": "abort"} and update.result(timeout=0)

@@ -68,3 +68,10 @@ def test_unused_places_where_the_type_has_no_room() -> None:
         RouteShape(layer_ids=(0, 1), top_k=3, num_experts=9, layer_top_k=(3, 3))
     with pytest.raises(UserError, match="one number for each of 2 layers"):
         RouteShape(layer_ids=(0, 1), top_k=3, num_experts=9, layer_top_k=(3, 4))
+
+
+@pytest.mark.parametrize("wrong", [(2.5, 3, 2), ("a", 3, 2), 5, (1, 3), (0, 3, 2)])
+def test_numbers_of_choices_are_whole_numbers(wrong: object) -> None:
+    ids = ragged_routes(60).experts_TLK
+    with pytest.raises(UserError, match="layer_top_k must have one number for each of 3 layers"):
+        Routes(ids, LAYERS, 60, layer_top_k=wrong)  # type: ignore[arg-type]

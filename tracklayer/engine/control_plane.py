@@ -26,6 +26,8 @@ PROFILES = Path(tempfile.gettempdir()) / "tracklayer-profiles"
 MOST_ROWS = 1 << 31  # of a weight: all
 Outcome = tuple[bool, str]
 
+NAMED = 8  # tensors named in a message
+
 
 class ControlPlane:
     """One engine's controls. `model_path` is what was loaded last; `weight_paths` says what may be loaded.
@@ -150,8 +152,8 @@ class ControlPlane:
             return True, "Checksums computed.", {"ranks": [rank], "per_engine_checksum": whole}
         different = found.get("different", ())
         if different:
-            more = f" and {len(different) - 8} more" if len(different) > 8 else ""
-            return False, f"not as in the snapshot: {', '.join(different[:8])}{more}", {}
+            more = f" and {len(different) - NAMED} more" if len(different) > NAMED else ""
+            return False, f"not as in the snapshot: {', '.join(different[:NAMED])}{more}", {}
         return True, f"{action} done.", {}
 
     async def start_profile(

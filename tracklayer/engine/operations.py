@@ -50,7 +50,7 @@ class Operations:
         self.core.paused = False
 
     def abort_all(self) -> None:
-        for rid in [*self.core.records, *self.core.compiling]:
+        for rid in [*self.core.records, *self.core.compiling, *(request.rid for request in self.core.held)]:
             self.core.abort(rid)
 
     def loads(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tracklayer.errors import UserError
 
 PIECE_BYTES = 64 << 20
-NAMED = 8  # tensors named in a message
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "compare")
 
 

@@ -44,16 +44,18 @@ def fill_value(dtype: npt.DTypeLike) -> int:
     return int(np.iinfo(dtype).max) if dtype.kind == "u" else -1
 
 
-def differing(layer_top_k: tuple[int, ...] | None, layers: int, top_k: int) -> tuple[int, ...] | None:
+def differing(layer_top_k: Iterable[int] | None, layers: int, top_k: int) -> tuple[int, ...] | None:
     """How many experts each of the layers chooses, checked; None when all choose top_k. Raises UserError."""
     if layer_top_k is None:
         return None
-    if len(layer_top_k) != layers or max(layer_top_k, default=0) != top_k or min(layer_top_k) < 1:
+    whole = isinstance(layer_top_k, Iterable) and all(isinstance(k, (int, np.integer)) for k in layer_top_k)
+    counts = tuple(int(k) for k in layer_top_k) if whole else ()
+    if len(counts) != layers or max(counts, default=0) != top_k or min(counts) < 1:
         raise UserError(
             f"layer_top_k must have one number for each of {layers} layers, 1 or more, the largest being the width "
-            f"{top_k}; got {list(layer_top_k)}"
+            f"{top_k}; got {layer_top_k!r}"
         )
-    return layer_top_k if min(layer_top_k) < top_k else None
+    return counts if min(counts) < top_k else None
 
 
 class Routes:
@@ -93,7 +95,7 @@ class Routes:
         self.num_experts = int(num_experts)
         self.start = int(start)
         self._missing_TL: Array | None = None
-        self.layer_top_k = None if layer_top_k is None else tuple(int(k) for k in layer_top_k)
+        self.layer_top_k = differing(layer_top_k, *ids_TLK.shape[1:]) if ids_TLK.ndim == 3 else None
         self._check_shape(ids_TLK)
         self.experts_TLK = ids_TLK
         narrow = narrow_dtype(self.num_experts, 1 if self.layer_top_k else ids_TLK.shape[2])
@@ -120,7 +122,6 @@ class Routes:
             raise UserError(f"{top_k} distinct experts per token can not be chosen from {self.num_experts}")
         if self.start < 0:
             raise UserError(f"start must be 0 or more, got {self.start}")
-        self.layer_top_k = differing(self.layer_top_k, layers, top_k)
         fill = fill_value(ids_TLK.dtype)
         if (top_k == 1 or self.layer_top_k) and 0 <= fill < self.num_experts and (ids_TLK == fill).any():
             given, reading = self.layer_top_k or 1, "an unused place" if self.layer_top_k else "a missing row"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib.util
 import logging
 import shlex
@@ -154,8 +153,6 @@ class Runner:
         service = build_service(client, tokenizer, self.launch.server, self.launch.engine, shlex.join(sys.argv))
         service.startup_s = time.perf_counter() - began
         service.frontend.bind(asyncio.get_running_loop())
-        gc.collect()
-        gc.freeze()  # what the start made stays: collections under load need not walk through it
         self.app.state.service = service
         address = f"http://{self.launch.server.host}:{self.port}"
         log.info("ready in %.1f s: %s serves %s", service.startup_s, address, service.served_name)
