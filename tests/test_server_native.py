@@ -52,7 +52,8 @@ async def test_what_rl_clients_send_is_taken_as_it_is():
         tokens = [5, 6, *answer["output_ids"]]
         np.testing.assert_array_equal(sglang_routes(answer["meta_info"]["routed_experts"]), wire_rows(tokens[:-1]))
         chunks = events((await client.put("/generate", json=bench)).text)
-        assert chunks[0]["text"] and chunks[-1]["meta_info"]["completion_tokens"] == 4
+        # The first chunk may hold a part of a character, and then no text.
+        assert chunks[-1]["text"] and chunks[-1]["meta_info"]["completion_tokens"] == 4
         areal = {**slime, "stream": False, "image_data": [], "max_new_tokens": 100}
         assert (await client.post("/generate", json=areal)).status_code == 200
 
