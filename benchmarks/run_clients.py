@@ -1,7 +1,7 @@
 """Unmodified clients of SGLang, vLLM and OpenAI against this server, each with what must hold afterwards.
 
-    python -m venv /tmp/vllm && /tmp/vllm/bin/pip install vllm          # the line that `--list` shows for the client
-    python benchmarks/run_clients.py vllm-completions vllm-chat --python /tmp/vllm/bin/python
+    python -m venv vllm-client && vllm-client/bin/pip install vllm        # the line that `--list` shows for the client
+    python benchmarks/run_clients.py vllm-completions vllm-chat --python vllm-client/bin/python
 
 Starts two servers over the tiny checkpoint (tiny_checkpoint.py) on free ports, runs the named clients with the given
 interpreter (default: this one), and checks what they report. No GPU and no network is needed by any of them. One line
