@@ -200,28 +200,21 @@ def paged_attention_ref(
 
 
 def _prompt_attention_ref(
-    q_TND: Tensor,
-    k_THD: Tensor,
-    v_THE: Tensor,
-    *,
-    starts_B1: Tensor,
-    lens_B: Tensor,
-    out_TNE: Tensor,
-    scale: float,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    block: int | None = None,
+    q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, *, starts_B1: Tensor, lens_B: Tensor, out_TNE: Tensor, **rule: Any
 ) -> Tensor:
-    rule = dict(scale=scale, window=window, sinks_N=sinks_N, softcap=softcap, chunk=chunk)
-    for start, n in zip(starts_B1.tolist(), lens_B.tolist(), strict=False):
-        if n > 0:
-            at = slice(start, start + n)
-            positions = torch.arange(n, device=q_TND.device)[None]
-            plain = window is None and chunk is None and block is None
-            seen = None if plain else _seen(positions, n, window, chunk, block)
-            out_TNE[at] = _attend(q_TND[None, at], k_THD[None, at], v_THE[None, at], seen, **rule)[0]
+    """The paged reference over the step itself as the cache, in which a sequence's slots follow one another."""
+    longest, end = int(lens_B.max()), int(starts_B1[-1])
+    if longest < 1:
+        return out_TNE
+    where = dict(
+        slot_table_RC=starts_B1[:-1, None] + torch.arange(longest, device=q_TND.device),
+        rows_B=torch.arange(len(lens_B), device=q_TND.device),
+        starts_B1=starts_B1,
+        lens_B=lens_B,
+    )
+    found_TNE = paged_attention_ref(q_TND, k_THD, v_THE, max_query=longest, max_len=longest, **where, **rule)
+    attended_T = (lens_B > 0).repeat_interleave(starts_B1.diff())
+    out_TNE[:end][attended_T] = found_TNE[:end][attended_T]
     return out_TNE
 
 
