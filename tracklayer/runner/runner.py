@@ -101,9 +101,11 @@ class Runner:
         else:
             batch, sampled_N, rows_N = build(plan, self.rows, self.caches, self.device)
             hidden_TD = self._forward(batch)
-            prompt = self._prompt_logprobs(plan, hidden_TD)
-            if self.model.spec.blocks is not None:
-                prompt = fill_masks(plan, hidden_TD, self.decoder, self.sampler, self.model.spec.blocks.mask_id)
+            blocks = self.model.spec.blocks
+            if blocks is None:
+                prompt = self._prompt_logprobs(plan, hidden_TD)
+            else:
+                prompt = fill_masks(plan, hidden_TD, self.decoder, self.sampler, blocks.mask_id)
             if not shares:
                 return self._send(plan, None, prompt)
             logits_NV = self.decoder.logits(hidden_TD[sampled_N.long()])
