@@ -64,7 +64,10 @@ async def test_a_flood_is_refused_and_a_stop_of_the_whole_group_drains(checkpoin
     with server(checkpoint, *flags) as (url, process, engine):
         async with httpx.AsyncClient(base_url=url, timeout=90, limits=httpx.Limits(max_connections=200)) as client:
             short = {**LONG, "sampling_params": {**LONG["sampling_params"], "max_new_tokens": 300}}
-            replies = await asyncio.gather(*(client.post("/generate", json=short) for _ in range(60)))
+            # Two run before the others come: all at once, only as many as may wait would be taken.
+            first = [asyncio.create_task(client.post("/generate", json=short)) for _ in range(2)]
+            await running(client, 2)
+            replies = await asyncio.gather(*first, *(client.post("/generate", json=short) for _ in range(58)))
             by_status = {code: [r for r in replies if r.status_code == code] for code in (200, 503)}
             assert len(by_status[200]) + len(by_status[503]) == 60 and len(by_status[200]) >= 5
             assert all(r.headers["retry-after"] and r.json()["code"] == 503 for r in by_status[503]) and by_status[503]
