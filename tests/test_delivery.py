@@ -35,7 +35,7 @@ class Bench:
         asked = request(rid, [1] * prompt, tokens=20, routed_experts_start_len=start)
         sequence = Sequence(asked, (0, 0), prompt, 20, np.ones(prompt, np.int32), 0, None)
         sequence.slots = np.array(slots, np.int32)
-        return Record(asked, sequence)
+        return Record(asked, sequence, limit=prompt + 20)
 
     def close(self, *records: Record) -> None:
         outputs = [record.output(FinishReason("length", length=0)) for record in records]

@@ -7,9 +7,10 @@ from tracklayer.engine.blocks import BlockRun
 from tracklayer.engine.counters import Counters
 from tracklayer.engine.delivery import Deliveries
 from tracklayer.engine.record import Record
+from tracklayer.routes.record import Array
 from tracklayer.scheduler.scheduler import Scheduler
 from tracklayer.scheduler.sequence import Committed
-from tracklayer.types import EngineRequest, FinishReason, TokenLogprobs
+from tracklayer.types import EngineRequest, FinishReason, StepResult, TokenLogprobs
 
 
 class BlockPasses:
@@ -31,23 +32,29 @@ class BlockPasses:
         self.scheduler, self.deliveries, self.counters = scheduler, deliveries, counters
         self.length, self.mask_id, self.confidence = length, mask_id, confidence
 
-    def begin(self, request: EngineRequest) -> Record:
-        """Queue the first pass. Raises UserError for what such a model can not do, CapacityError when too many wait."""
-        run = blocks.start(request, self.length, self.mask_id, self.scheduler.config.max_request_tokens)
-        return Record(request, self.scheduler.add(run.next_pass()), blocks=run)
+    def check(self, request: EngineRequest) -> None:
+        blocks.check(request, self.length, self.mask_id, self.scheduler.config.max_request_tokens)
 
-    def take(self, record: Record, passed: Committed, found: TokenLogprobs | None, version: str) -> Committed | None:
-        """A pass has come back, with what it sampled for the masked positions; the end of the request, or None."""
+    def begin(self, request: EngineRequest) -> Record:
+        """Queue the first pass."""
+        run = blocks.start(request, self.length, self.mask_id, self.scheduler.config.max_request_tokens)
+        return Record(request, self.scheduler.add(run.next_pass()), limit=run.limit, blocks=run)
+
+    def note(self, record: Record, found: TokenLogprobs | None) -> None:
+        """Keep what a pass has sampled for the masked positions until the scheduler says that it has ended."""
+        _run(record).found = found
+
+    def take(self, record: Record, news: Committed, result: StepResult, at: int | None, version: str) -> Committed:
+        """A pass has come back."""
         run, request = _run(record), record.request
         if run.ending is not None:
-            return Committed(passed.seq, None, run.ending, passed.slots)
-        assert found is not None, f"{request.rid}: a pass brought no tokens"
+            return Committed(news.seq, None, run.ending, news.slots)
+        assert run.found is not None, f"{request.rid}: a pass brought no tokens"
         if request.return_routed_experts:  # rows of finished blocks come home at once: an abort keeps them
-            self.deliveries.save(record, passed.slots[: run.begin])
-        run.fill(found, self.confidence)
+            self.deliveries.save(record, news.slots[: run.begin])
+        run.fill(run.found, self.confidence)
         if run.masked:
-            self._queue(record)
-            return None
+            return self._queue(record)
         for token, logprobs in run.filled():
             record.append(token, version, logprobs if request.return_logprob else None)
             self.counters.generated_tokens += 1
@@ -56,31 +63,39 @@ class BlockPasses:
             if len(request.input_ids) + record.num_output == run.limit:
                 return self._end(record, FinishReason("length", length=record.num_output))
         run.advance()
-        self._queue(record)
-        return None
+        return self._queue(record)
 
-    def finish(self, record: Record, keep: int, reason: FinishReason) -> Committed | None:
+    def offer(self, record: Record) -> None:
+        """Its rows were saved as their blocks were finished."""
+
+    def preempted(self, record: Record, slots: Array) -> None:
+        """A pass is not told of before its end, so none of its rows was given out."""
+
+    def finish(self, record: Record, keep: int, reason: FinishReason) -> Committed:
         """End a request after its first `keep` output tokens; the pass under way is for nothing."""
         record.cut(keep)
         self.scheduler.finish(record.request.rid, 0, reason)
         return self._end(record, reason)
 
-    def _end(self, record: Record, reason: FinishReason) -> Committed | None:
+    def aborted(self, record: Record, ended: Committed) -> Committed:
+        """Only positions that a pass has computed in their final form have rows."""
+        ended.slots = ended.slots[: _run(record).begin]
+        return ended
+
+    def num_kept(self, record: Record, ended: Committed) -> int:
+        return record.num_output
+
+    def _end(self, record: Record, reason: FinishReason) -> Committed:
         """Routes that were asked for need one more pass, over the last block in its final form."""
         if not record.request.return_routed_experts:
             return Committed(record.sequence, None, reason)
         _run(record).end(record.num_output, reason)
-        self._queue(record)
-        return None
+        return self._queue(record)
 
-    def _queue(self, record: Record) -> None:
+    def _queue(self, record: Record) -> Committed:
+        """The next pass; what it goes on for is still alive."""
         record.sequence = self.scheduler.add(_run(record).next_pass(), after=record.sequence)
-
-
-def final_slots(record: Record, ended: Committed) -> Committed:
-    """Of a request that is aborted: only positions that a pass has computed in their final form have rows."""
-    ended.slots = ended.slots[: _run(record).begin]
-    return ended
+        return Committed(record.sequence, None)
 
 
 def _run(record: Record) -> BlockRun:

@@ -26,6 +26,7 @@ class BlockRun:
     begin: position of that block's first token; every position before it is in its final form in a pass.
     limit: position after the last token that the request may have.
     logprobs: by position, of the tokens that were filled in. ending: why it ends, while its last pass runs.
+    found: what the pass that came back last has sampled for the masked positions.
     """
 
     request: EngineRequest
@@ -36,6 +37,7 @@ class BlockRun:
     begin: int = 0
     logprobs: dict[int, float] = field(default_factory=dict)
     ending: FinishReason | None = None
+    found: TokenLogprobs | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.input_ids)
@@ -95,11 +97,8 @@ class BlockRun:
         self.begin, self.ending = len(self.tokens), reason
 
 
-def start(request: EngineRequest, length: int, mask_id: int, longest: int) -> BlockRun:
-    """Raises UserError for what a model that fills blocks has no meaning for, and for what does not fit.
-
-    longest: tokens that a request may have, prompt and output together, without the room of a last token.
-    """
+def check(request: EngineRequest, length: int, mask_id: int, longest: int) -> None:
+    """Raises UserError for what a model that fills blocks has no meaning for, and for what does not fit."""
     sampling, prompt = request.sampling, len(request.input_ids)
     refused = {
         "log-probabilities of the prompt": request.return_logprob and 0 <= request.logprob_start_len < prompt,
@@ -114,16 +113,26 @@ def start(request: EngineRequest, length: int, mask_id: int, longest: int) -> Bl
             raise UserError(f"{name} can not be had from a model that fills in blocks of {length} tokens")
     if mask_id in request.input_ids:
         raise UserError(f"the prompt holds {mask_id}, the id that stands for a token that is not filled in yet")
-    most = (longest - 1) // length * length
+    most = room(longest, length)
     wanted = sampling.max_new_tokens
-    limit = most if wanted is None else prompt + wanted
-    if limit > most or prompt >= most:
+    if prompt + (wanted or 0) > most or prompt >= most:
         raise UserError(
             f"the prompt's {prompt} tokens and max_new_tokens {wanted} do not fit into {most // length} blocks of "
             f"{length} tokens; shorten one of them"
         )
+
+
+def start(request: EngineRequest, length: int, mask_id: int, longest: int) -> BlockRun:
+    """A run of a request that passed `check`."""
+    wanted = request.sampling.max_new_tokens
+    limit = room(longest, length) if wanted is None else len(request.input_ids) + wanted
     run = BlockRun(request, length, mask_id, limit)
     if wanted == 0:
         run.tokens = list(request.input_ids)
         run.begin, run.ending = len(run.tokens), FinishReason("length", length=0)
     return run
+
+
+def room(longest: int, length: int) -> int:
+    """Tokens in whole blocks, of `longest` that a request may have with the room of a last token."""
+    return (longest - 1) // length * length

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tracklayer.config import EngineConfig
-from tracklayer.engine.block_passes import BlockPasses, final_slots
+from tracklayer.engine.advance import form_of
 from tracklayer.engine.build import build_engine
 from tracklayer.engine.client import failed
 from tracklayer.engine.counters import Counters
@@ -51,14 +51,9 @@ class EngineCore:
         self.in_flight: list[PendingStep] = []
         self.counters = Counters()
         self.deliveries = Deliveries(self.runner.gather_routes, self.counters)
-        blocks = self.model.spec.blocks
-        self.blocks = blocks and BlockPasses(
-            self.scheduler,
-            self.deliveries,
-            self.counters,
-            length=blocks.length,
-            mask_id=blocks.mask_id,
-            confidence=config.block_confidence,
+        self.states: dict[str, GrammarState] = {}
+        self.advance = form_of(
+            self.model.spec.blocks, config.block_confidence, self.scheduler, self.deliveries, self.counters, self.states
         )
         self.ready: list[RequestOutput] = []
         self.paused = False
@@ -67,7 +62,6 @@ class EngineCore:
         self.grammars = Grammars(
             config.tokenizer_path or config.model_path, self.info.vocab_size, self.info.eos_token_ids
         )
-        self.states: dict[str, GrammarState] = {}
         self.compiling: dict[str, tuple[EngineRequest, Future[Any]]] = {}
         self.wake: Callable[[], None] = lambda: None  # called from another thread when a grammar was compiled
         self.depth = 0 if config.disable_overlap_schedule or self.model.device.type == "cpu" else 1
@@ -87,21 +81,18 @@ class EngineCore:
                 raise UserError(
                     "no routes are recorded here; start with --enable-return-routed-experts to ask for them"
                 )
-            if self.blocks is not None:
-                self.records[request.rid] = self.blocks.begin(request)
-                return
+            self.advance.check(request)
             if request.sampling.constrained and compiled is None:
                 future = self.grammars.compile(request.sampling)
                 self.compiling[request.rid] = (request, future)
                 future.add_done_callback(lambda _: self.wake())
                 return
-            sequence = self.scheduler.add(request)
+            self.records[request.rid] = self.advance.begin(request)
         except TracklayerError as error:
             self._refuse(request, error)
             return
         if compiled is not None:
             self.states[request.rid] = GrammarState(compiled, request)
-        self.records[request.rid] = Record(request, sequence)
 
     def _refuse(self, request: EngineRequest, error: TracklayerError) -> None:
         self.ready.append(failed(request.rid, str(error), error.status, len(request.input_ids)))
@@ -128,16 +119,14 @@ class EngineCore:
             message = "Abort in waiting queue"
         ended = self.scheduler.abort(rid, FinishReason("abort", message=message))
         assert ended is not None, f"{rid} has a record and no sequence"
-        self._close([ended if record.blocks is None else final_slots(record, ended)])
+        self._close([self.advance.aborted(record, ended)])
 
     def finish(self, rid: str, keep: int, reason: FinishReason) -> None:
         """End a request after its first `keep` output tokens."""
         record = self.records.get(rid)
-        if self.blocks is not None and record is not None:
-            ended = self.blocks.finish(record, keep, reason)
-        else:
-            ended = self.scheduler.finish(rid, keep, reason)
-        self._close([ended] if ended else [])
+        ended = self.advance.finish(record, keep, reason) if record is not None else None
+        if ended is not None and ended.finish is not None:
+            self._close([ended])
 
     def release(self) -> None:
         """Queue the requests that came while `holding`."""
@@ -215,13 +204,12 @@ class EngineCore:
         return StepMask(self.states, self.info.vocab_size) if bound else None
 
     def save_preempted(self) -> None:
-        """Rows of tokens that were already given out win over those that recomputing them will write."""
+        """Ask for what preempted requests have, before the slots are given to others."""
         for sequence, slots in self.scheduler.take_preempted():
             self.counters.retractions += 1
             record = self.records.get(sequence.rid)
-            # Passes over blocks are not told of before their last, so none of their rows was given out.
-            if record is not None and record.request.return_routed_experts and record.blocks is None:
-                self.deliveries.save(record, slots)
+            if record is not None and record.request.return_routed_experts:
+                self.advance.preempted(record, slots)
 
     def _commit(self, pending: PendingStep) -> None:
         result = pending.wait()
@@ -231,45 +219,21 @@ class EngineCore:
             # A new request may have taken the id of one that ended while its last share was in flight.
             if record is not None and record.sequence.last_step >= pending.plan.step:
                 record.started = True
-                if index in result.prompt_logprobs and record.blocks is None:
-                    record.input_logprobs.append(result.prompt_logprobs[index])
+                self.advance.note(record, result.prompt_logprobs.get(index))
         sampled = {share.rid: n for n, share in enumerate(s for s in shares if s.samples)}
-        filled = {shares[n].rid: found for n, found in result.prompt_logprobs.items()} if self.blocks else {}
-        news = self.scheduler.commit(pending.plan, result.token_ids)
         ended = []
-        for item in news:
-            record = self.records[item.seq.rid]
-            if self.blocks is not None:
-                ended_now = self.blocks.take(record, item, filled.get(item.seq.rid), self.weight_version)
-                item = ended_now or Committed(item.seq, None)
-            elif item.token is not None:
-                record.take(item.token, sampled[item.seq.rid], result, self.weight_version)
-                self.counters.generated_tokens += 1
-                if item.finish is None:
-                    item = self._advance(item, item.token)
+        for news in self.scheduler.commit(pending.plan, result.token_ids):
+            rid = news.seq.rid
+            record = self.records[rid]
+            item = self.advance.take(record, news, result, sampled.get(rid), self.weight_version)
             if item.finish is not None:
                 ended.append(item)
                 continue
             if record.due:
                 self.ready.append(record.output())
-            if record.request.return_routed_experts and record.blocks is None:
-                self.deliveries.offer(record)
+            if record.request.return_routed_experts:
+                self.advance.offer(record)
         self._close(ended)
-
-    def _advance(self, item: Committed, token: int) -> Committed:
-        """Tell the request's grammar, if it has one, of its token; the end of the grammar is the request's."""
-        rid = item.seq.rid
-        state = self.states.get(rid)
-        if state is None:
-            return item
-        reason = None
-        if not state.accept(token):
-            message = f"token {token} does not fit the grammar: the model's logits were not numbers"
-            reason = FinishReason("abort", message=message, status=500)
-        elif state.finished:
-            reason = FinishReason("stop", matched=token)
-        ended = self.scheduler.finish(rid, len(item.seq.output_ids), reason) if reason else None
-        return ended or item
 
     def _close(self, ended: list[Committed]) -> None:
         """Final outputs of requests that ended; those that asked for routes wait for their rows."""
@@ -278,8 +242,7 @@ class EngineCore:
             record = self.records.pop(item.seq.rid)
             record.closed = True
             self.states.pop(item.seq.rid, None)
-            if record.blocks is None:
-                record.cut(len(item.seq.output_ids))
+            record.cut(self.advance.num_kept(record, item))
             output = record.output(item.finish)
             self._count(record, output)
             if not record.request.return_routed_experts:

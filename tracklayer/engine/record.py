@@ -17,6 +17,7 @@ from tracklayer.types import EngineRequest, FinishReason, RequestOutput, StepRes
 class Record:
     """Tokens, log-probabilities, weight versions and route rows of one request.
 
+    limit: position after the last token that it may have.
     unsent: output tokens not yet told. spans: (version, first output position, end) half-open, contiguous.
     rows_asked: position after the last row that was asked for; rows_due: more are about to be. rows_TLK: what has
     come, num_kept rows from position routed_experts_start_len on; rows_error: that some of them were never written.
@@ -26,6 +27,7 @@ class Record:
 
     request: EngineRequest
     sequence: Sequence
+    limit: int
     started: bool = False
     unsent: list[int] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
@@ -119,8 +121,7 @@ class Record:
         """Copy the next rows out of the buffer that they came in."""
         if self.rows_TLK is None:
             # Room for all that may come; the system gives memory only for what is written.
-            last = self.blocks.limit if self.blocks else len(self.request.input_ids) + self.sequence.max_new
-            most = last - self.request.routed_experts_start_len
+            most = self.limit - self.request.routed_experts_start_len
             self.rows_TLK = np.empty((most, *rows_TLK.shape[1:]), rows_TLK.dtype)
         self.rows_TLK[self.num_kept : self.num_kept + len(rows_TLK)] = rows_TLK
         self.num_kept += len(rows_TLK)
