@@ -74,14 +74,20 @@ class Plain:
         return np.stack([routes[layer] for layer in sorted(routes)], 1)[: len(prompt) + len(output) - 1]
 
 
+def save(architecture: str, folder: Path, **overrides: Any) -> Any:
+    """A tiny checkpoint of that architecture; returns the transformers model with the same weights."""
+    variant, differences = MODELS[architecture]
+    model = tiny.save(variant, folder, **overrides)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [architecture], "mask_token_id": MASK, **differences}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request, tmp_path_factory) -> tuple[Path, Plain]:
-    variant, differences = MODELS[request.param]
     folder = tmp_path_factory.mktemp("blocks")
-    model = tiny.save(variant, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": [request.param], "mask_token_id": MASK, **differences}
-    (folder / "config.json").write_text(json.dumps(config))
+    model = save(request.param, folder)
     return folder, Plain(model, Reference(model))
 
 

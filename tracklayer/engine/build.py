@@ -83,13 +83,9 @@ def build_engine(config: EngineConfig, model: LoadedModel, seed: int) -> Built:
 def _capture(config: EngineConfig, runner: Runner, max_step_tokens: int) -> None:
     largest = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
     runner.capture_graphs(largest, max_step_tokens)
-    assert runner.graphs is not None
-    log.info(
-        "captured %d CUDA graphs in %.1f s, %.2f GiB",
-        len(runner.graphs.sizes),
-        runner.graphs.capture_seconds,
-        runner.graphs.capture_bytes / 2**30,
-    )
+    cost = runner.capture_cost
+    assert cost is not None
+    log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", cost.num_graphs, cost.seconds, cost.num_bytes / 2**30)
 
 
 def _prefix_cache(config: EngineConfig, model: LoadedModel) -> bool:

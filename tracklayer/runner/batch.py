@@ -13,7 +13,7 @@ from torch import Tensor
 from tracklayer.kernels.attention import FRESH_LEAST
 from tracklayer.layers.batch import Batch
 from tracklayer.runner.kv_cache import Caches
-from tracklayer.runner.rows import Rows
+from tracklayer.runner.rows import Rows, table_arrays
 from tracklayer.runner.runs import run_arrays, runs_of
 from tracklayer.types import StepPlan
 
@@ -73,19 +73,18 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
             np.array([starts[b + 1] - 1 for b, s in enumerate(shares) if s.samples], np.int32),
             np.array([s.row for s in shares if s.samples], np.int32),
             *fresh,
-            *[s.slots for s in prefill],
+            *table_arrays(prefill),
             *(run_arrays(counts, starts, row_numbers, firsts) if caches.states else []),
         ],
         device,
     )
     token_ids_T, positions_T, slots_T, rows_B, starts_B1, lens_B, sampled_N, sampled_rows_N = tensors[:8]
     rest = tensors[8 + len(fresh) :]
-    for share, slots in zip(prefill, rest, strict=False):
-        rows.enter_prefill(share, slots)
+    rows.enter_prefills(*rest[:3])
     if num_decode:
         d = slice(0, num_decode)
         token_ids_T[d] = rows.enter_decode(rows_B[d], positions_T[d], slots_T[d])
-    runs, order_T = runs_of(rest[len(prefill) :]) if caches.states else ([], None)
+    runs, order_T = runs_of(rest[3:]) if caches.states else ([], None)
     batch = Batch(
         token_ids_T=token_ids_T,
         positions_T=positions_T,

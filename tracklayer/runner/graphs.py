@@ -6,7 +6,6 @@ R (scratch), length 1, slot 0, so that they write to page 0 of KV and pool and w
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,6 +23,15 @@ from tracklayer.types import Share
 
 S = TypeVar("S")
 Captured = tuple[torch.cuda.CUDAGraph, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureCost:
+    """What all graphs of an engine took."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
 
 
 def capture_each(sizes: Sequence[S], load: Callable[[S], None], forward: Callable[[S], Tensor]) -> dict[S, Captured]:
@@ -77,7 +85,8 @@ class GraphBuffers:
         host[0, count:size] = scratch
         host[1, count:size] = 1
         host[3, 0] = count
-        self.fields_4B.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
+        packed = torch.from_numpy(host)
+        self.fields_4B.copy_(packed.pin_memory() if self.fields_4B.is_cuda else packed, non_blocking=True)
 
 
 class DecodeGraphs:
@@ -88,16 +97,11 @@ class DecodeGraphs:
         self.sizes = sizes
         self.buffers = GraphBuffers.allocate(sizes[-1], device)
         self.graphs: dict[int, Captured] = {}
-        self.capture_seconds = 0.0
-        self.capture_bytes = 0
 
     def capture(self) -> None:
-        """Capture every size. Records seconds and bytes."""
-        began, free_before = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        """Capture every size."""
         scratch = self.rows.scratch
         self.graphs = capture_each(self.sizes, lambda size: self.buffers.load([], size, scratch), self.forward)
-        self.capture_seconds = time.perf_counter() - began
-        self.capture_bytes = free_before - torch.cuda.mem_get_info()[0]
 
     def forward(self, size: int) -> Tensor:
         """One decode step over the buffers' first `size` lines -> logits [size, V]. This is what a graph holds."""

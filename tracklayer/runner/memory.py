@@ -57,7 +57,7 @@ class Memory:
     @property
     def usage_bytes(self) -> dict[str, int]:
         """Bytes that each tag takes now."""
-        graphs = self.runner.graphs.capture_bytes if self.runner.graphs else 0
+        graphs = self.runner.capture_cost.num_bytes if self.runner.capture_cost else 0
         return {tag: sum(s.nbytes() for s, _ in found) for tag, found in self._storages.items()} | {
             "cuda_graph": graphs
         }
@@ -76,7 +76,7 @@ class Memory:
         if "weights" in gone and self.source.backup:
             self._host = self._copies()
         self.released.update(gone)
-        self.runner.graphs = self.runner.mixed = None
+        self.runner.drop_graphs()
         for tag in gone:
             shrink(self._storages[tag])
         self._give_back()
@@ -105,13 +105,13 @@ class Memory:
         for tag in checked(tags):
             if tag in self.released:
                 self._bring_back(tag)
-        if self.released or self._capture is None or self.runner.graphs is not None:
+        if self.released or self._capture is None or self.runner.capture_cost is not None:
             return
         try:
             self._capture()
         except torch.OutOfMemoryError as error:
             self.released.add("cuda_graph")
-            self.runner.graphs = self.runner.mixed = None
+            self.runner.drop_graphs()
             self._give_back()
             raise UserError("the device has no room for the CUDA graphs; free some and resume cuda_graph") from error
 

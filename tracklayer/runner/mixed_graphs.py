@@ -3,11 +3,13 @@
 D lines for sequences that decode, then T prompt tokens of at most P sequences, all padded: decode lines past the
 step's own compute a scratch token (row R, slot 0: page 0 of KV and pool), prompt tokens past it belong to no sequence
 and wake no expert. The graph ends with the final hidden states; which of them are sampled differs from step to step.
+Passes over blocks (block diffusion) are prompts too: D = 0, T in whole blocks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +20,32 @@ from tracklayer.models.decoder import Decoder
 from tracklayer.runner.batch import ALIGN, upload
 from tracklayer.runner.graphs import Captured, capture_each
 from tracklayer.runner.kv_cache import Caches
-from tracklayer.runner.rows import Rows
+from tracklayer.runner.rows import Rows, table_arrays
 from tracklayer.types import Share, StepPlan
 
-Size = tuple[int, int]
+PROMPT_TOKENS = (64, 256, 1024)  # steps of this many are bound by launches when run eagerly
 MAX_PROMPTS = 64
 
 
+class Size(NamedTuple):
+    """What a graph holds at most: lines that decode, prompt tokens, and prompts that they belong to."""
+
+    decodes: int
+    tokens: int
+    prompts: int
+
+
 def ladder(max_rows: int, largest: int) -> list[Size]:
-    """(decode lines, prompt tokens) to capture: steps of this many tokens are bound by launches when run eagerly."""
+    """Sizes to capture for steps of up to `largest` prompt tokens."""
     decodes = sorted({0, *(min(d, max_rows) for d in (16, 64, 256))})
-    return [(d, t) for d in decodes for t in (64, 256, 1024) if t <= largest]
+    return [Size(d, t, MAX_PROMPTS) for d in decodes for t in PROMPT_TOKENS if t <= largest]
+
+
+def block_ladder(max_rows: int, largest: int, length: int) -> list[Size]:
+    """The same for passes over blocks of `length` tokens, of which a row has two at most: finished, being filled."""
+    most = min(2 * max_rows, min(largest, PROMPT_TOKENS[-1]) // length)
+    counts = {n for k in range(most.bit_length()) for n in (1 << k, 3 << k)} | {most}
+    return [Size(0, n * length, min(n, max_rows)) for n in sorted(counts) if 0 < n <= most]
 
 
 @dataclass(slots=True)
@@ -40,7 +57,7 @@ class MixedBuffers:
 
     @classmethod
     def allocate(cls, size: Size, device: torch.device) -> MixedBuffers:
-        tokens, sequences = sum(size), size[0] + MAX_PROMPTS
+        tokens, sequences = size.decodes + size.tokens, size.decodes + size.prompts
         lengths = {
             "token_ids": tokens,
             "positions": tokens,
@@ -62,7 +79,7 @@ class MixedBuffers:
         at = {name: host[f.storage_offset() - base :][: len(f)].numpy() for name, f in self.fields.items()}
         num_decodes = plan.num_decodes
         decodes, prompts = plan.shares[:num_decodes], plan.shares[num_decodes:]
-        padded = size[0]
+        padded = size.decodes
         at["rows"][:] = scratch
         at["lens"][:padded] = 1
         at["rows"][:num_decodes] = [s.row for s in decodes]
@@ -81,7 +98,7 @@ class MixedBuffers:
             at["starts"][i + 1] = token = end
         at["starts"][padded + len(prompts) + 1 :] = token
         at["num_tokens"][0] = token
-        self.packed.copy_(host.pin_memory(), non_blocking=True)
+        self.packed.copy_(host.pin_memory() if self.packed.is_cuda else host, non_blocking=True)
 
 
 class MixedGraphs:
@@ -102,7 +119,7 @@ class MixedGraphs:
 
     def forward(self, size: Size) -> Tensor:
         """One step over the buffers of `size` -> final hidden states [D + T, width]. This is what a graph holds."""
-        fields, d = self.buffers[size].fields, size[0]
+        fields, d = self.buffers[size].fields, size.decodes
         decoded = self.rows.enter_decode(fields["rows"][:d], fields["positions"][:d], fields["slots"][:d])
         batch = Batch(
             token_ids_T=torch.cat([decoded, fields["token_ids"][d:]]),
@@ -112,7 +129,7 @@ class MixedGraphs:
             starts_B1=fields["starts"],
             lens_B=fields["lens"],
             slot_table_RC=self.rows.slot_table_RC,
-            max_query=size[1],
+            max_query=size.tokens,
             max_len=self.rows.slot_table_RC.shape[1],
             num_decodes=d,
             num_tokens_1=fields["num_tokens"],
@@ -126,26 +143,29 @@ class MixedGraphs:
     def size_for(self, plan: StepPlan) -> Size | None:
         """The smallest captured size that holds the step, or None; prompt log-probabilities are read eagerly only."""
         decodes = plan.num_decodes
-        tokens = plan.num_tokens - decodes
-        if len(plan.shares) - decodes > MAX_PROMPTS or any(s.logprobs_from is not None for s in plan.shares):
+        tokens, prompts = plan.num_tokens - decodes, len(plan.shares) - decodes
+        if any(s.logprobs_from is not None for s in plan.shares):
             return None
-        fitting = (size for size in self.sizes if size[0] >= decodes and size[1] >= tokens and size in self.graphs)
-        return min(fitting, key=sum, default=None)
+        fitting = (
+            size
+            for size in self.sizes
+            if size.decodes >= decodes and size.tokens >= tokens and size.prompts >= prompts and size in self.graphs
+        )
+        return min(fitting, key=lambda size: size.decodes + size.tokens, default=None)
 
-    def run(self, plan: StepPlan, size: Size) -> tuple[Tensor, Tensor]:
-        """Replay for this step -> (hidden states [N, width] of the tokens that are sampled, their rows int32 [N])."""
+    def run(self, plan: StepPlan, size: Size) -> tuple[Tensor, Tensor, Tensor]:
+        """Replay for this step -> (hidden states [D + T, width], which of them are sampled, their rows; int32 [N])."""
         num_decodes = plan.num_decodes
         self.buffers[size].load(plan, size, self.rows.scratch)
         prompts = plan.shares[num_decodes:]
-        sampled = [*range(num_decodes), *_last_tokens(prompts, size[0])]
+        sampled = [*range(num_decodes), *_last_tokens(prompts, size.decodes)]
         rows = [s.row for s in plan.shares if s.samples]
-        arrays = [np.array(sampled, np.int32), np.array(rows, np.int32), *(s.slots for s in prompts)]
-        sampled_N, rows_N, *slots = upload(arrays, self.device)
-        for share, share_slots in zip(prompts, slots, strict=True):
-            self.rows.enter_prefill(share, share_slots)
+        arrays = [np.array(sampled, np.int32), np.array(rows, np.int32), *table_arrays(prompts)]
+        sampled_N, rows_N, *entered = upload(arrays, self.device)
+        self.rows.enter_prefills(*entered)
         graph, hidden_TD = self.graphs[size]
         graph.replay()
-        return hidden_TD[sampled_N.long()], rows_N
+        return hidden_TD, sampled_N, rows_N
 
 
 def _last_tokens(prompts: list[Share], first: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tracklayer.types import TOP_K_ALL, EngineRequest, Share
@@ -83,6 +84,17 @@ class Rows:
         self.slot_table_RC[rows, positions_B.long()] = slots_B
         return self.last_token_R[rows]
 
-    def enter_prefill(self, share: Share, slots: Tensor) -> None:
-        """Enter all slots of a share (its reused prefix too)."""
-        self.slot_table_RC[share.row, share.table_start : share.start + share.num_tokens] = slots
+    def enter_prefills(self, rows_X: Tensor, positions_X: Tensor, slots_X: Tensor) -> None:
+        """Enter the slots of prefill shares, as `table_arrays` lays them (int32, on the device)."""
+        self.slot_table_RC[rows_X.long(), positions_X.long()] = slots_X
+
+
+def table_arrays(shares: list[Share]) -> list[NDArray[np.int32]]:
+    """Row, position and slot (int32 [X] each) of everything that prefill shares enter, their reused prefixes too."""
+    if not shares:
+        return [np.empty(0, np.int32)] * 3
+    return [
+        np.repeat(np.array([s.row for s in shares], np.int32), [len(s.slots) for s in shares]),
+        np.concatenate([np.arange(s.table_start, s.table_start + len(s.slots), dtype=np.int32) for s in shares]),
+        np.concatenate([s.slots for s in shares]),
+    ]

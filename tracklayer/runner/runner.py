@@ -6,6 +6,7 @@ the calls, which is what makes freed slots safe to reuse (docs/architecture.md).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,16 +16,15 @@ from torch import Tensor
 
 from tracklayer.errors import UserError
 from tracklayer.kernels.sample import logprobs_of
-from tracklayer.layers.batch import Batch
 from tracklayer.routes.pool import Array, PendingRoutes
-from tracklayer.runner.batch import build
-from tracklayer.runner.blocks import fill_masks
-from tracklayer.runner.graphs import DecodeGraphs, ladder
+from tracklayer.runner.batch import build, upload
+from tracklayer.runner.blocks import MASKS_AT_ONCE, fill_masks
+from tracklayer.runner.graphs import CaptureCost, DecodeGraphs, ladder
 from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.load import LoadedModel
-from tracklayer.runner.mixed_graphs import MixedGraphs
+from tracklayer.runner.mixed_graphs import MixedGraphs, block_ladder
 from tracklayer.runner.mixed_graphs import ladder as mixed_ladder
-from tracklayer.runner.rows import Rows
+from tracklayer.runner.rows import Rows, table_arrays
 from tracklayer.runner.sampling import Sampled, Sampler, TokenMask, given_logprobs
 from tracklayer.types import EngineRequest, SamplingParams, Share, StepPlan, StepResult, TokenLogprobs
 
@@ -65,18 +65,33 @@ class Runner:
         self.sampler = Sampler(self.rows, model.device)
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
+        self.capture_cost: CaptureCost | None = None
 
     @torch.inference_mode()
     def capture_graphs(self, largest: int, max_prompt_tokens: int) -> None:
-        """Capture decode steps of up to `largest` sequences, and small steps with prompts (no recurrent state)."""
-        if self.model.spec.blocks is not None:
-            return  # every step is a prefill, whose logits are wanted at many positions
-        self.graphs = DecodeGraphs(self.decoder, self.rows, self.caches, ladder(largest), self.device)
-        self.graphs.capture()
-        if not self.caches.states:
+        """Capture decode steps of up to `largest` sequences, and small steps with prompts (no recurrent state).
+
+        A model that fills blocks has no decode steps.
+        """
+        began, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        blocks, num_graphs = self.model.spec.blocks, 0
+        if blocks is None:
+            self.graphs = DecodeGraphs(self.decoder, self.rows, self.caches, ladder(largest), self.device)
+            self.graphs.capture()
+            num_graphs += len(self.graphs.sizes)
             sizes = mixed_ladder(largest, max_prompt_tokens)
+        else:
+            sizes = block_ladder(largest, max_prompt_tokens, blocks.length)
+        if not self.caches.states:
             self.mixed = MixedGraphs(self.decoder, self.rows, self.caches, sizes, self.device)
             self.mixed.capture()
+            num_graphs += len(sizes)
+        spent = time.perf_counter() - began
+        self.capture_cost = CaptureCost(num_graphs, spent, free - torch.cuda.mem_get_info()[0])
+
+    def drop_graphs(self) -> None:
+        """Let go of all graphs and their memory."""
+        self.graphs, self.mixed, self.capture_cost = None, None, None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, mask: TokenMask | None = None) -> PendingStep:
@@ -95,12 +110,8 @@ class Runner:
         if self.graphs is not None and size is not None:
             self._enter_known_tokens(plan.shares)
             logits_NV, rows_N = self.graphs.run(plan.shares, size)
-        elif self.mixed is not None and shares and (mixed_size := self.mixed.size_for(plan)):
-            hidden_ND, rows_N = self.mixed.run(plan, mixed_size)
-            logits_NV = self.decoder.logits(hidden_ND)
         else:
-            batch, sampled_N, rows_N = build(plan, self.rows, self.caches, self.device)
-            hidden_TD = self._forward(batch)
+            hidden_TD, sampled_N, rows_N = self._hidden(plan)
             blocks = self.model.spec.blocks
             if blocks is None:
                 prompt = self._prompt_logprobs(plan, hidden_TD)
@@ -121,25 +132,38 @@ class Runner:
             count = min(length, num_tokens - start)
             slots = np.arange(1, count + 1, dtype=np.int32)
             tokens = [t % self.model.spec.vocab_size for t in range(count)]
-            request = EngineRequest(rid=f"measure-{row}", input_ids=tokens, sampling=SamplingParams(temperature=0.0))
+            sampling = SamplingParams(temperature=0.0)
+            request = EngineRequest(rid=f"measure-{row}", input_ids=tokens, sampling=sampling)
+            if (blocks := self.model.spec.blocks) is not None:
+                request.masked_from = max(0, count - MASKS_AT_ONCE)
+                tokens[request.masked_from :] = [blocks.mask_id] * (count - request.masked_from)
             shares.append(Share(request.rid, row, 0, count, slots, 0, tokens, True, admitted=request))
         self.launch(StepPlan(0, shares, np.empty((0, 2), np.int32))).wait()
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _hidden(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """Final hidden states [T, width] of a step with prompts, which of them are sampled and their rows, int32 [N].
+
+        Padding may stand among the T tokens of a graph, after those that decode and at the end.
+        """
+        size = self.mixed.size_for(plan) if self.mixed else None
+        if self.mixed is not None and size is not None:
+            return self.mixed.run(plan, size)
+        batch, sampled_N, rows_N = build(plan, self.rows, self.caches, self.device)
         if self.caches.pool:
             self.caches.pool.fill(batch.slots_T)
-        return self.decoder(batch)
+        return self.decoder(batch), sampled_N, rows_N
 
     def _graph_can(self, plan: StepPlan) -> bool:
         return plan.decode_only and all(s.logprobs_from is None for s in plan.shares)
 
     def _enter_known_tokens(self, shares: list[Share]) -> None:
         """One-token prefill shares run in a decode graph too: lay their token and reused prefix as if sampled."""
-        for share in shares:
-            if share.token_ids is not None:
+        known = [share for share in shares if share.token_ids is not None]
+        if known:
+            self.rows.enter_prefills(*upload(table_arrays(known), self.device))
+            for share in known:
+                assert share.token_ids is not None
                 self.rows.last_token_R[share.row] = share.token_ids[0]
-                slots = torch.from_numpy(share.slots).to(self.device, non_blocking=True)
-                self.rows.enter_prefill(share, slots)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden_TD: Tensor) -> dict[int, dict[str, Tensor]]:
         """Of token q+1 from the hidden state at q, for the prompt positions that the shares ask for."""

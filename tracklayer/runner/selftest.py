@@ -19,7 +19,7 @@ from tracklayer.errors import SelfTestError
 from tracklayer.kernels.dispatch import reference_kernels
 from tracklayer.routes.record import fill_value
 from tracklayer.runner.kv_cache import Caches
-from tracklayer.runner.mixed_graphs import MAX_PROMPTS
+from tracklayer.runner.mixed_graphs import MixedGraphs, Size
 from tracklayer.runner.runner import Array, Runner
 from tracklayer.types import EngineRequest, SamplingParams, Share, StepPlan
 
@@ -70,7 +70,7 @@ def self_test(runner: Runner, page_size: int) -> None:
     pool = runner.caches.pool
     assert pool is not None
     num_slots = pool.tensor_SLK.shape[0]
-    largest = runner.graphs.sizes[-1] if runner.graphs else min(4, runner.rows.scratch)
+    largest = _most_sequences(runner)
     length = 2 * block_length(runner) if block_length(runner) > 1 else PROMPT_TOKENS + 1
     count = min(largest, (num_slots - page_size) // length)
     if count < 1:
@@ -100,6 +100,12 @@ def _modes(runner: Runner, probe: Probe) -> Iterator[tuple[str, range, slice]]:
         _run(runner, probe, [probe.share(b, 0, block) for b in everyone])
         _run(runner, probe, [probe.share(b, block, last + 1) for b in everyone])
         yield "chunked prefill", everyone, whole
+        for size in mixed.sizes if mixed else ():
+            several = range(min(count, size.prompts, size.tokens // block))
+            _replay(runner, mixed, size, probe.plan([probe.share(b, 0, block) for b in several]))
+            _replay(runner, mixed, size, probe.plan([probe.share(b, block, last + 1) for b in several]))
+            yield f"CUDA graph of {size.tokens} tokens in blocks", several, whole
+        runner.mixed = mixed
         return
     _run(runner, probe, [probe.share(b, 0, 3) for b in everyone])
     _run(runner, probe, [probe.share(b, 3, last) for b in everyone])
@@ -108,22 +114,39 @@ def _modes(runner: Runner, probe: Probe) -> Iterator[tuple[str, range, slice]]:
     _run(runner, probe, _decodes(runner, probe, few, kept))
     yield "eager decode", few, newest
     runner.graphs = graphs
-    for size in graphs.sizes if graphs else ():
-        if size <= count:
-            _run(runner, probe, _decodes(runner, probe, range(size), kept))
-            yield f"CUDA graph of {size}", range(size), newest
-    runner.graphs, runner.mixed = None, mixed
+    for lines in graphs.sizes if graphs else ():
+        if lines <= count:
+            _run(runner, probe, _decodes(runner, probe, range(lines), kept))
+            yield f"CUDA graph of {lines}", range(lines), newest
+    runner.graphs = None
     for size in mixed.sizes if mixed else ():
-        mixed_sizes, mixed.sizes = mixed.sizes, [size]
-        decoding = range(min(size[0], -(-count // 2)))
-        prompts = range(len(decoding), min(count, len(decoding) + min(size[1] // (last + 1), MAX_PROMPTS)))
+        decoding = range(min(size.decodes, -(-count // 2)))
+        prompts = range(len(decoding), min(count, len(decoding) + min(size.tokens // (last + 1), size.prompts)))
         decodes = _decodes(runner, probe, decoding, kept) if decoding else []
-        _run(runner, probe, [*decodes, *(probe.share(b, 0, last + 1) for b in prompts)])
-        mixed.sizes = mixed_sizes
+        _replay(runner, mixed, size, probe.plan([*decodes, *(probe.share(b, 0, last + 1) for b in prompts)]))
         for sequences, positions in ((decoding, newest), (prompts, whole)):
             if sequences:
-                yield f"CUDA graph of {size[0]} decodes and {size[1]} prompt tokens", sequences, positions
-    runner.graphs = graphs
+                yield f"CUDA graph of {size.decodes} decodes and {size.tokens} prompt tokens", sequences, positions
+    runner.graphs, runner.mixed = graphs, mixed
+
+
+def _replay(runner: Runner, mixed: MixedGraphs | None, size: Size, plan: StepPlan) -> None:
+    """Run a step in the graph of this size."""
+    assert mixed is not None
+    sizes, mixed.sizes, runner.mixed = mixed.sizes, [size], mixed
+    if mixed.size_for(plan) is None:
+        raise SelfTestError(f"the CUDA graph of {size} does not hold the step that would test it")
+    runner.launch(plan).wait()
+    mixed.sizes, runner.mixed = sizes, None
+
+
+def _most_sequences(runner: Runner) -> int:
+    """Sequences that fill the largest of the engine's graphs."""
+    if runner.graphs is not None:
+        return runner.graphs.sizes[-1]
+    if runner.mixed is not None and runner.mixed.sizes:
+        return max(size.prompts for size in runner.mixed.sizes)
+    return min(4, runner.rows.scratch)
 
 
 def block_length(runner: Runner) -> int:
