@@ -73,7 +73,7 @@ def test_pieces_are_bounded_and_whole_in_the_end(bench):
 def test_what_a_preemption_saved_is_not_asked_for_again(bench):
     record = bench.record("a", range(10, 40), prompt=9)
     record.num_output = 1
-    bench.deliveries.save(record, np.arange(10, 20, dtype=np.int32))
+    bench.deliveries.save([(record, np.arange(10, 20, dtype=np.int32))])
     bench.pool.tensor_SLK[10:20] = 7  # given away
     record.sequence.slots = np.arange(60, 90, dtype=np.int32)
     record.num_output = 6

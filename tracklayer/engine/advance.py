@@ -39,8 +39,11 @@ class Advance(Protocol):
     def offer(self, record: Record) -> None:
         """It goes on and wants routes: let those that are final be fetched."""
 
-    def preempted(self, record: Record, slots: Array) -> None:
-        """It wants routes, and its slots (int32, positions from 0 on) are about to be given away."""
+    def settle(self) -> None:
+        """All news of a step were taken."""
+
+    def preempted(self, kept: list[tuple[Record, Array]]) -> None:
+        """They want routes, and their slots (int32, positions from 0 on) are about to be given away."""
 
     def finish(self, record: Record, keep: int, reason: FinishReason) -> Committed:
         """End it after its first `keep` output tokens, now or with a last pass."""
@@ -97,9 +100,12 @@ class ByTokens:
     def offer(self, record: Record) -> None:
         self.deliveries.offer(record)
 
-    def preempted(self, record: Record, slots: Array) -> None:
+    def settle(self) -> None:
+        return
+
+    def preempted(self, kept: list[tuple[Record, Array]]) -> None:
         """Rows of tokens that were already given out win over those that recomputing them will write."""
-        self.deliveries.save(record, slots)
+        self.deliveries.save(kept)
 
     def finish(self, record: Record, keep: int, reason: FinishReason) -> Committed:
         ended = self.scheduler.finish(record.request.rid, keep, reason)

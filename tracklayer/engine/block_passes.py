@@ -31,6 +31,7 @@ class BlockPasses:
     ) -> None:
         self.scheduler, self.deliveries, self.counters = scheduler, deliveries, counters
         self.length, self.mask_id, self.confidence = length, mask_id, confidence
+        self._final: list[tuple[Record, Array]] = []  # slots of positions in their final form, from 0 on
 
     def check(self, request: EngineRequest) -> None:
         blocks.check(request, self.length, self.mask_id, self.scheduler.config.max_request_tokens)
@@ -51,7 +52,7 @@ class BlockPasses:
             return Committed(news.seq, None, run.ending, news.slots)
         assert run.found is not None, f"{request.rid}: a pass brought no tokens"
         if request.return_routed_experts:  # rows of finished blocks come home at once: an abort keeps them
-            self.deliveries.save(record, news.slots[: run.begin])
+            self._final.append((record, news.slots[: run.begin]))
         run.fill(run.found, self.confidence)
         if run.masked:
             return self._queue(record)
@@ -66,9 +67,13 @@ class BlockPasses:
         return self._queue(record)
 
     def offer(self, record: Record) -> None:
-        """Its rows were saved as their blocks were finished."""
+        """Its rows were saved when their blocks were final."""
 
-    def preempted(self, record: Record, slots: Array) -> None:
+    def settle(self) -> None:
+        self.deliveries.save(self._final)
+        self._final = []
+
+    def preempted(self, kept: list[tuple[Record, Array]]) -> None:
         """A pass is not told of before its end, so none of its rows was given out."""
 
     def finish(self, record: Record, keep: int, reason: FinishReason) -> Committed:

@@ -71,14 +71,15 @@ class Deliveries:
             for record in records:
                 self.offer(record)
 
-    def save(self, record: Record, slots: Array) -> None:
-        """Fetch what a preempted request has, int32 slots of its positions from 0 on, before they are given away.
+    def save(self, kept: Sequence[tuple[Record, Array]]) -> None:
+        """Fetch what requests have, int32 slots of their positions from 0 on, before these are given away.
 
         Computing the same positions again writes rows that nobody asks for: each row returned belongs to the forward
         that gave the log-probability returned with it.
         """
-        if len(slots) > record.rows_asked:
-            self._ship([record], [slots[record.rows_asked :]], [])
+        new = [(record, slots[record.rows_asked :]) for record, slots in kept if len(slots) > record.rows_asked]
+        if new:
+            self._ship([record for record, _ in new], [slots for _, slots in new], [])
 
     def close(self, records: list[Record], slots: list[Array], outputs: list[RequestOutput]) -> None:
         """Fetch the rest of requests that ended; their outputs come out of `arrived` with all their rows."""

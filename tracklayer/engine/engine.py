@@ -205,11 +205,13 @@ class EngineCore:
 
     def save_preempted(self) -> None:
         """Ask for what preempted requests have, before the slots are given to others."""
+        kept = []
         for sequence, slots in self.scheduler.take_preempted():
             self.counters.retractions += 1
             record = self.records.get(sequence.rid)
             if record is not None and record.request.return_routed_experts:
-                self.advance.preempted(record, slots)
+                kept.append((record, slots))
+        self.advance.preempted(kept)
 
     def _commit(self, pending: PendingStep) -> None:
         result = pending.wait()
@@ -233,6 +235,7 @@ class EngineCore:
                 self.ready.append(record.output())
             if record.request.return_routed_experts:
                 self.advance.offer(record)
+        self.advance.settle()
         self._close(ended)
 
     def _close(self, ended: list[Committed]) -> None:
