@@ -26,7 +26,7 @@ class BlockRun:
     begin: position of that block's first token; every position before it is in its final form in a pass.
     limit: position after the last token that the request may have.
     logprobs: by position, of the tokens that were filled in. ending: why it ends, while its last pass runs.
-    found: what the pass that came back last has sampled for the masked positions.
+    found: what the pass that came back last has sampled for the masked positions. form: what all passes ask for.
     """
 
     request: EngineRequest
@@ -38,8 +38,15 @@ class BlockRun:
     logprobs: dict[int, float] = field(default_factory=dict)
     ending: FinishReason | None = None
     found: TokenLogprobs | None = None
+    form: EngineRequest = field(init=False)
 
     def __post_init__(self) -> None:
+        self.form = replace(
+            self.request,
+            sampling=replace(self.request.sampling, max_new_tokens=0),
+            return_logprob=False,
+            stop_token_ids=frozenset(),  # looked for in finished blocks, not in a pass
+        )
         self.tokens = list(self.request.input_ids)
         self.begin = len(self.tokens) // self.length * self.length
         self._mask()
@@ -54,15 +61,7 @@ class BlockRun:
 
     def next_pass(self) -> EngineRequest:
         """The request for the scheduler. The last pass is over final tokens only."""
-        asked = self.request
-        return replace(
-            asked,
-            input_ids=list(self.tokens),
-            sampling=replace(asked.sampling, max_new_tokens=0),
-            return_logprob=False,
-            stop_token_ids=frozenset(),  # looked for in finished blocks, not in a pass
-            masked_from=None if self.ending else self.begin,
-        )
+        return replace(self.form, input_ids=list(self.tokens), masked_from=None if self.ending else self.begin)
 
     def fill(self, found: TokenLogprobs, confidence: float) -> None:
         """Keep the tokens that are more probable than that, and always the likeliest one."""
