@@ -286,7 +286,7 @@ def test_prompts_attended_in_full_equal_the_reference(variant, tmp_path, monkeyp
     monkeypatch.setattr(runner_batch, "FRESH_LEAST", 1)
     seen = []
     whole = MLA._prompts
-    monkeypatch.setattr(MLA, "_prompts", lambda self, *args: (seen.append(args[4].tolist()), whole(self, *args))[1])
+    monkeypatch.setattr(MLA, "_prompts", lambda self, *args: (seen.append(args[3].tolist()), whole(self, *args))[1])
     modes, _ = check_variant(variant, tmp_path)
     assert not [text for mode in modes.values() for text in mode.wrong]
     assert any(min(lens) == -1 for lens in seen) and any(min(lens) > 0 for lens in seen), "one of both ways did not run"

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tracklayer.kernels.attention import paged_attention, prompt_attention
-from tracklayer.kernels.norm import rms_norm
-from tracklayer.kernels.rope import rotate
+from tracklayer.kernels.attention import prompt_attention
+from tracklayer.kernels.mla import absorb_queries, head_products, latent_store, turn_tails
+from tracklayer.kernels.mla_attention import latent_attention
+from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.indexer import Indexer, selected_attention
 from tracklayer.layers.linear import Linear
@@ -31,11 +32,13 @@ class MLA(nn.Module):
     `q` is the query projection when there is no query latent, else `q_a`, `q_norm`, `q_b`.
     """
 
-    def __init__(self, spec: MLASpec, hidden_size: int, cos_sin_PD: Tensor | None, cache: int) -> None:
+    def __init__(self, spec: MLASpec, hidden_size: int, cos_sin_PR: Tensor | None, cache: int) -> None:
         super().__init__()
         self.spec = spec
         self.cache = cache
-        self.cos_sin_PD = cos_sin_PD
+        self.cos_sin_PR = cos_sin_PR if spec.rope is not None else None
+        self.interleaved = spec.rope is not None and spec.rope.interleaved
+        self.scale = spec.scale * spec.q_scale
         width_q = spec.num_heads * (spec.nope_dim + spec.rope_dim)
         first = {"q_a": spec.q_lora_rank} if spec.q_lora_rank else {"q": width_q}
         self.down = Linear(hidden_size, {**first, "kv_a": spec.key_dim}, bias=spec.bias)
@@ -50,113 +53,114 @@ class MLA(nn.Module):
         self.gate = Linear(hidden_size, {"gate": gates}) if spec.out_gate else None
         self.indexer = None
         if spec.indexer is not None:
-            assert cos_sin_PD is not None and spec.q_lora_rank is not None, "an indexer needs positions and q_lora_rank"
-            self.indexer = Indexer(spec.indexer, hidden_size, spec.q_lora_rank, cos_sin_PD)
+            assert cos_sin_PR is not None and spec.q_lora_rank is not None, "an indexer needs positions and q_lora_rank"
+            self.indexer = Indexer(spec.indexer, hidden_size, spec.q_lora_rank, cos_sin_PR)
 
-    def forward(self, x_TD: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor | AddNorm, batch: Batch) -> Tensor:
         spec = self.spec
         k_SHD, _ = batch.kv[self.cache]
-        q_TX, kv_TX = self.down(x_TD).split(list(self.down.outputs.values()), -1)
-        if self.q_b is not None and self.q_norm is not None:
-            q_latent_TQ = rms_norm(q_TX.contiguous(), self.q_norm, spec.norm.eps, spec.norm.offset)
+        q_TX, latent_TC, turned_TR = latent_store(
+            self.down(x),
+            self.cos_sin_PR,
+            batch.positions_T,
+            batch.slots_T,
+            k_SHD,
+            kv_norm_C=self.kv_norm,
+            q_norm_Q=self.q_norm,
+            rope_dim=spec.rope_dim,
+            eps=spec.norm.eps,
+            offset=spec.norm.offset,
+            kv_scale=spec.kv_scale,
+            interleaved=self.interleaved,
+        )
+        q_latent_TQ = q_TX
+        if self.q_b is not None:
             q_TX = self.q_b(q_latent_TQ)
-        if spec.q_scale != 1.0:
-            q_TX = q_TX * spec.q_scale
         q_TNX = q_TX.unflatten(-1, (spec.num_heads, -1))
-        latent_TC, turned_TR = kv_TX.split([spec.kv_lora_rank, spec.rope_dim], -1)
-        latent_TC = rms_norm(latent_TC.contiguous(), self.kv_norm, spec.norm.eps, spec.norm.offset)
-        if spec.kv_scale != 1.0:
-            latent_TC = latent_TC * spec.kv_scale
-        nope_TNP, rope_TNR = q_TNX.split([spec.nope_dim, spec.rope_dim], -1)
-        rope_TNR, turned_TR = self._turn(rope_TNR, batch), self._turn(turned_TR[:, None], batch)[:, 0]
-        kept = [latent_TC, turned_TR, *([self.indexer.keys(x_TD, batch)] if self.indexer else [])]
-        k_SHD[batch.slots_T.long(), 0] = torch.cat(kept, -1).to(k_SHD.dtype)
+        selected = None
+        if self.indexer is not None:
+            x_TD = as_tensor(x)
+            k_SHD[batch.slots_T.long(), 0, spec.key_dim :] = self.indexer.keys(x_TD, batch).to(k_SHD.dtype)
+            if batch.max_len > self.indexer.spec.top_k:  # else there is no more than it may choose
+                selected = self.indexer.queries(x_TD, q_latent_TQ, batch)
 
-        fresh = None if self._selects(batch) else batch.fresh
+        out_TNE = q_TNX.new_empty(len(q_TNX), spec.num_heads, spec.v_head_dim)
+        fresh = None if selected is not None else batch.fresh
         lens_B = batch.lens_B if fresh is None else fresh[0]
         if lens_B is not None:
-            queries = self.indexer.queries(x_TD, q_latent_TQ, batch) if self._selects(batch) else None
-            out_TNE = self._absorbed(nope_TNP, rope_TNR, lens_B, queries, batch)
-        else:
-            out_TNE = nope_TNP.new_empty(len(x_TD), spec.num_heads, spec.v_head_dim)
+            self._absorbed(q_TNX, lens_B, selected, out_TNE, batch)
         if fresh is not None:
-            self._prompts(nope_TNP, rope_TNR, latent_TC, turned_TR, fresh[1], out_TNE, batch)
+            self._prompts(q_TNX, latent_TC, turned_TR, fresh[1], out_TNE, batch)
         if self.gate is not None:
-            out_TNE = out_TNE * torch.sigmoid(self.gate(x_TD)).view(len(x_TD), spec.num_heads, -1)
+            out_TNE = out_TNE * torch.sigmoid(self.gate(as_tensor(x))).view(len(out_TNE), spec.num_heads, -1)
         out_TD: Tensor = self.o(out_TNE.flatten(1))
         return out_TD
 
-    def _selects(self, batch: Batch) -> bool:
-        """Whether an indexer chooses what attention sees: not while there is no more than it may choose."""
-        return self.indexer is not None and batch.max_len > self.indexer.spec.top_k
-
     def _absorbed(
         self,
-        nope_TNP: Tensor,
-        rope_TNR: Tensor,
+        q_TNX: Tensor,
         lens_B: Tensor,
-        queries: tuple[Tensor, Tensor] | None,
+        selected: tuple[Tensor, Tensor] | None,
+        out_TNE: Tensor,
         batch: Batch,
-    ) -> Tensor:
-        """Attention over the cached latents: [T, N, E], meaningless in sequences whose lens_B is -1."""
+    ) -> None:
+        """Attention over the cached latents into out_TNE, meaningless in sequences whose lens_B is -1."""
         spec = self.spec
-        k_SHD, v_SHE = batch.kv[self.cache]
+        k_SHD, _ = batch.kv[self.cache]
         to_key_NPC, to_value_NEC = self.kv_b_XC.unflatten(0, (spec.num_heads, -1)).split(
             [spec.nope_dim, spec.v_head_dim], 1
         )
-        nope_TNC = torch.bmm(nope_TNP.transpose(0, 1), to_key_NPC).transpose(0, 1)
-        q_TND = torch.cat([nope_TNC, rope_TNR], -1)
-        if queries is not None:
+        q_TND = absorb_queries(q_TNX, to_key_NPC, self.cos_sin_PR, batch.positions_T, interleaved=self.interleaved)
+        if selected is not None:
             assert spec.indexer is not None
             out_TNC = selected_attention(
                 q_TND,
-                *queries,
+                *selected,
                 k_SHD[:, 0],
                 batch,
                 value_dim=spec.kv_lora_rank,
                 top_k=spec.indexer.top_k,
-                scale=spec.scale,
+                scale=self.scale,
             )
         else:
-            out_TNC = paged_attention(
+            out_TNC = latent_attention(
                 q_TND,
-                k_SHD[..., : spec.key_dim],
-                v_SHE,
+                k_SHD,
+                value_dim=spec.kv_lora_rank,
                 slot_table_RC=batch.slot_table_RC,
                 rows_B=batch.rows_B,
                 starts_B1=batch.starts_B1,
                 lens_B=lens_B,
                 max_query=batch.max_query,
                 max_len=batch.max_len,
-                scale=spec.scale,
+                scale=self.scale,
                 num_decodes=batch.num_decodes,
             )
-        return torch.bmm(out_TNC.transpose(0, 1), to_value_NEC.transpose(1, 2)).transpose(0, 1).contiguous()
+        head_products(out_TNC, to_value_NEC, out_TNE)
 
     def _prompts(
         self,
-        nope_TNP: Tensor,
-        rope_TNR: Tensor,
+        q_TNX: Tensor,
         latent_TC: Tensor,
         turned_TR: Tensor,
         lens_B: Tensor,
         out_TNE: Tensor,
         batch: Batch,
     ) -> None:
-        """Attention of prompts that begin here over their own keys and values, into their rows of out_TNE."""
+        """Attention of prompts that begin here over their own keys and values, into their rows of out_TNE.
+
+        Turns the queries in place: whoever needs them as they were comes before.
+        """
         spec = self.spec
         kv_TNX = (latent_TC @ self.kv_b_XC.t()).unflatten(-1, (spec.num_heads, -1))
         key_TNP, v_TNE = kv_TNX.split([spec.nope_dim, spec.v_head_dim], -1)
         k_TND = torch.cat([key_TNP, turned_TR[:, None].expand(-1, spec.num_heads, -1)], -1)
-        q_TND = torch.cat([nope_TNP, rope_TNR], -1)
+        if self.cos_sin_PR is not None:
+            rope = dict(rope_dim=spec.rope_dim, interleaved=self.interleaved)
+            turn_tails(q_TNX, self.cos_sin_PR, batch.positions_T, **rope)
         prompt_attention(
-            q_TND, k_TND, v_TNE, starts_B1=batch.starts_B1, lens_B=lens_B, out_TNE=out_TNE, scale=spec.scale
+            q_TNX, k_TND, v_TNE, starts_B1=batch.starts_B1, lens_B=lens_B, out_TNE=out_TNE, scale=self.scale
         )
-
-    def _turn(self, x_THR: Tensor, batch: Batch) -> Tensor:
-        if self.cos_sin_PD is None or self.spec.rope is None:
-            return x_THR
-        return rotate(x_THR, self.cos_sin_PD[batch.positions_T.long()], self.spec.rope.interleaved)
 
     def parts(self) -> Iterator[Part]:
         yield from self.down.parts()

@@ -69,7 +69,7 @@ class Block(nn.Module):
             return self.pre_norm(residual_TD)
         if isinstance(self.pre_norm, Norm):
             x = self.pre_norm.later(delta_TD, residual_TD, scale)
-            return x if isinstance(self.body, (Attention, MLP, MoE)) else as_tensor(x)
+            return x if isinstance(self.body, (Attention, MLA, MLP, MoE)) else as_tensor(x)
         return residual_TD.add_(delta_TD, alpha=scale)
 
     def parts(self) -> Iterator[Part]:
