@@ -14,7 +14,7 @@ from tracklayer.types import EngineRequest, FinishReason, StepResult, TokenLogpr
 
 
 class BlockPasses:
-    """Queues the passes of each request, one after another, under the request's own id and rank.
+    """One sequence of the scheduler takes a request through all its passes, renewed after each.
 
     confidence: probability from which a sampled token stays; the likeliest of a pass always does.
     """
@@ -55,7 +55,7 @@ class BlockPasses:
             self._final.append((record, news.slots[: run.begin]))
         run.fill(run.found, self.confidence)
         if run.masked:
-            return self._queue(record)
+            return self._go_on(record)
         for token, logprobs in run.filled():
             record.append(token, version, logprobs if request.return_logprob else None)
             self.counters.generated_tokens += 1
@@ -64,7 +64,7 @@ class BlockPasses:
             if len(request.input_ids) + record.num_output == run.limit:
                 return self._end(record, FinishReason("length", length=record.num_output))
         run.advance()
-        return self._queue(record)
+        return self._go_on(record)
 
     def offer(self, record: Record) -> None:
         """Its rows were saved when their blocks were final."""
@@ -79,8 +79,19 @@ class BlockPasses:
     def finish(self, record: Record, keep: int, reason: FinishReason) -> Committed:
         """End a request after its first `keep` output tokens; the pass under way is for nothing."""
         record.cut(keep)
-        self.scheduler.finish(record.request.rid, 0, reason)
-        return self._end(record, reason)
+        run, before = _run(record), record.sequence
+        ended = self._drop(record, reason)
+        if record.request.return_routed_experts:
+            run.end(record.num_output, reason)
+            record.sequence = self.scheduler.add(run.next_pass(), after=before)
+            ended = Committed(record.sequence, None)
+        return ended
+
+    def _drop(self, record: Record, reason: FinishReason) -> Committed:
+        """End the sequence whatever it does."""
+        ended = self.scheduler.finish(record.request.rid, 0, reason)
+        assert ended is not None, f"{record.request.rid} has a record and no sequence"
+        return ended
 
     def aborted(self, record: Record, ended: Committed) -> Committed:
         """Only positions that a pass has computed in their final form have rows."""
@@ -93,13 +104,13 @@ class BlockPasses:
     def _end(self, record: Record, reason: FinishReason) -> Committed:
         """Routes that were asked for need one more pass, over the last block in its final form."""
         if not record.request.return_routed_experts:
-            return Committed(record.sequence, None, reason)
+            return self._drop(record, reason)
         _run(record).end(record.num_output, reason)
-        return self._queue(record)
+        return self._go_on(record)
 
-    def _queue(self, record: Record) -> Committed:
-        """The next pass; what it goes on for is still alive."""
-        record.sequence = self.scheduler.add(_run(record).next_pass(), after=record.sequence)
+    def _go_on(self, record: Record) -> Committed:
+        """With the next pass, in the same place of the cache."""
+        self.scheduler.renew(record.sequence, _run(record).next_pass())
         return Committed(record.sequence, None)
 
 

@@ -1,7 +1,7 @@
 """Block diffusion: a request whose tokens are filled in, block by block, over passes of the model.
 
-A pass is a request of its own for the scheduler, one that only prefills: all tokens so far, then the block, masked
-where it is not filled yet. Earlier blocks come out of the prefix cache, which takes no masked block. After a pass the
+For the scheduler a pass is a prefill: all tokens so far, then the block, masked where it is not filled yet. What earlier
+passes computed in its final form stays in the cache, whose prefix tree takes no masked block. After a pass the
 likeliest tokens stay, the others are masked again; a full block is computed in its final form by the pass that begins
 the next one, or by a last pass at the end. So the cache, and the route pool with it, hold each token as its final pass
 left it.

@@ -99,13 +99,22 @@ class PagedCache:
     def place(self, seq: Sequence, match: Match) -> None:
         """Lay the matched whole pages under the sequence and lock them; pin the page that the tail is copied from."""
         seq.node = self.tree.take(seq.request.cache_key, match)
-        most = self.pages_for(seq.prompt_len + seq.max_new) * self.page_size
-        seq.slots = np.empty(most, np.int32)
+        seq.slots = np.empty(self._most_slots(seq), np.int32)
         seq.slots[: match.length] = self.tree.path_slots(seq.node)
         seq.num_allocated = seq.num_computed = seq.num_inserted = match.length
         if match.tail_node is not None:
             self.tree.lock(match.tail_node)
             self._pinned.append(match.tail_node)
+
+    def lengthen(self, seq: Sequence) -> None:
+        """Make room for slots of all tokens that the sequence may have now."""
+        if self._most_slots(seq) > len(seq.slots):
+            slots = np.empty(self._most_slots(seq), np.int32)
+            slots[: seq.num_allocated] = seq.slots[: seq.num_allocated]
+            seq.slots = slots
+
+    def _most_slots(self, seq: Sequence) -> int:
+        return self.pages_for(seq.prompt_len + seq.max_new) * self.page_size
 
     def unpin(self) -> None:
         """Let go of the pages that tails are copied from, once no page of this plan can be taken any more."""

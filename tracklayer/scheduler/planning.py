@@ -156,8 +156,9 @@ class Planner:
             token_ids=seq.fill[start:end].tolist(),
             samples=last and seq.to_sample > 0,
         )
-        if admitted:
+        if admitted or seq.renewed:
             share.admitted, share.history = seq.request, seq.request.input_ids + seq.output_ids
+            seq.renewed = False
         if seq.logprobs_next is not None and seq.logprobs_next < min(end, seq.prompt_len):
             if seq.request.return_logprob:
                 share.logprobs_from = max(seq.logprobs_next, start)
@@ -173,5 +174,6 @@ class Planner:
 
     def _wanted_pages(self, seq: Sequence) -> int:
         """Pages that a running sequence is expected to need soon."""
-        end = max(seq.num_computed, len(seq.fill)) + min(seq.to_sample, HEADROOM_TOKENS)
+        more = seq.to_sample if seq.request.masked_from is None else HEADROOM_TOKENS
+        end = max(seq.num_computed, len(seq.fill)) + min(more, HEADROOM_TOKENS)
         return max(0, self.cache.pages_for(end) - seq.num_allocated // self.config.page_size)

@@ -144,10 +144,23 @@ class Scheduler:
                 news.append(Committed(seq, token))
         for seq in draft.ended:
             seq.in_flight -= 1
-            if seq.state is not SequenceState.FINISHED:
-                news.append(Committed(seq, None, FinishReason("length", length=0), self.roster.end(seq)))
+            if seq.state is SequenceState.FINISHED:
+                continue
+            if seq.request.masked_from is not None:  # it stays where it is until `renew` or `finish`
+                news.append(Committed(seq, None, None, seq.slots[: seq.num_computed]))
+                continue
+            news.append(Committed(seq, None, FinishReason("length", length=0), self.roster.end(seq)))
         self.roster.free_held_rows()
         return news
+
+    def renew(self, seq: Sequence, request: EngineRequest) -> None:
+        """Go on with a sequence whose pass over masks has come back: `request` has its next pass.
+
+        Positions before the masks of the last pass are kept, all others are computed.
+        """
+        seq.renew(request)
+        if seq.state is SequenceState.RUNNING:
+            self.cache.lengthen(seq)
 
     def finish(self, rid: str, keep: int, reason: FinishReason) -> Committed | None:
         """End a request now, wherever it is, with its first `keep` output tokens; None for an unknown rid."""

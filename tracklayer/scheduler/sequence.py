@@ -91,6 +91,7 @@ class Sequence:
     node, num_inserted: the locked place in the prefix tree, and the tokens on the path to it; positions in
     `duplicates` (half-open) are in the tree too, with other slots: those pages, and all past num_inserted, are its own.
     private: nothing is entered in the tree before the end, so that no page is held twice.
+    renewed: its request was replaced, and no plan has said so yet.
     """
 
     request: EngineRequest
@@ -114,6 +115,7 @@ class Sequence:
     duplicates: list[tuple[int, int]] = field(default_factory=list)
     waits_for: Sequence | None = None
     private: bool = False
+    renewed: bool = False
     admitted_once: bool = False
     cached_tokens: int = 0
     num_retractions: int = 0
@@ -143,6 +145,15 @@ class Sequence:
             return self.prompt
         return np.concatenate((self.prompt, np.array(self.output_ids, np.int32)))
 
+    def renew(self, request: EngineRequest) -> None:
+        """Go on with another request of the same id, that has all tokens of this one's before its masks."""
+        assert self.request.masked_from is not None and not self.output_ids and not self.in_flight
+        if self.state is SequenceState.RUNNING:
+            self.num_computed = self.request.masked_from
+        self.request, self.renewed = request, True
+        self.prompt = self.fill = np.array(request.input_ids, np.int32)
+        self.prompt_len = len(self.prompt)
+
     def follow(self, before: Sequence) -> None:
         """Take over the place in the order, and what is told of the first admission, from the sequence before."""
         self.rank, self.admitted_once = before.rank, before.admitted_once
@@ -164,9 +175,9 @@ def by_rank(seq: Sequence) -> tuple[int, int]:
 class Committed:
     """One sequence's news: the token that it gained, or None, and why it ended, or None.
 
-    slots (with `finish` only): int32, the slots of positions 0..P+C-2 (all P without output) as far as they are in the
-    cache now. They hold their KV and routes until the next `plan`. A sequence that ended while it waited after a
-    preemption has none: what it had was handed out by `take_preempted`.
+    slots (with `finish`, or after a pass over masks): int32, the slots of positions 0..P+C-2 (all P without output) as
+    far as they are in the cache now. They hold their KV and routes until the next `plan`. A sequence that ended while
+    it waited after a preemption has none: what it had was handed out by `take_preempted`.
     """
 
     seq: Sequence
