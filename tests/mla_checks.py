@@ -132,8 +132,8 @@ def check_attention(
     schedule: mla_attention.Schedule | None = None,
 ) -> None:  # fmt: skip
     q, cache, keywords = latent_case(counts, lens, w, device, dtype, extra=9)
-    got = mla_attention.launch_latent_attention(
-        q, cache, value_dim=w.latent, num_decodes=num_decodes, schedule=schedule, **keywords
+    got = mla_attention.latent_attention(
+        q, cache, value_dim=w.latent, max_query=max(counts), num_decodes=num_decodes, schedule=schedule, **keywords
     )
     close(got, exact(q, cache, w, **keywords), dtype)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mla_checks import Widths
 
-from tracklayer.kernels import mla
+from tracklayer.kernels import mla, mla_attention
 from tracklayer.kernels.mla_attention import Schedule, lone_splits
 
 F32 = torch.float32
@@ -24,7 +24,8 @@ RULES = [
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    monkeypatch.setattr(mla, "use_triton", lambda x: True)
+    for module in (mla, mla_attention):
+        monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(rule) or "plain")
@@ -76,5 +77,5 @@ def test_sequences_marked_as_others_are_left_alone():
     want = checks.exact(q, cache, SMALL, **keywords)
     keywords["lens_B"] = torch.tensor([9, -1], dtype=torch.int32)
     cache[keywords["slot_table_RC"][keywords["rows_B"][1].long(), :4].long()] = torch.nan
-    got = checks.mla_attention.launch_latent_attention(q, cache, value_dim=12, num_decodes=0, **keywords)
+    got = mla_attention.launch_latent_attention(q, cache, value_dim=12, num_decodes=0, **keywords)
     checks.close(got[:5], want[:5], F32)

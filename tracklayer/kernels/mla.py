@@ -137,29 +137,29 @@ def _latent_store_kernel(
         weight = tl.load(q_norm_ptr + d, mask=d < FRONT, other=0.0).to(tl.float32) + offset
         await_previous(PDL)
         x = tl.load(row + d, mask=d < FRONT, other=0.0).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, 0) / FRONT + eps) * weight
-        tl.store(row + d, x.to(down_ptr.dtype.element_ty), mask=d < FRONT)
+        y = (x * tl.rsqrt(tl.sum(x * x, 0) / FRONT + eps) * weight).to(down_ptr.dtype.element_ty)
+        tl.store(row + d, y, mask=d < FRONT)
     else:
         weight = tl.load(kv_norm_ptr + d, mask=d < C, other=0.0).to(tl.float32) + offset
         await_previous(PDL)
         cache = k_ptr + tl.load(slots_ptr + t).to(tl.int64) * k_stride
         x = tl.load(row + FRONT + d, mask=d < C, other=0.0).to(tl.float32)
-        x = (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps) * weight).to(down_ptr.dtype.element_ty)
+        y = (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps) * weight).to(down_ptr.dtype.element_ty)
         if SCALED:
-            x = (x.to(tl.float32) * kv_scale).to(x.dtype)
-        tl.store(row + FRONT + d, x, mask=d < C)
-        tl.store(cache + d, x.to(k_ptr.dtype.element_ty), mask=d < C)
+            y = (y.to(tl.float32) * kv_scale).to(y.dtype)
+        tl.store(row + FRONT + d, y, mask=d < C)
+        tl.store(cache + d, y.to(k_ptr.dtype.element_ty), mask=d < C)
         i = tl.arange(0, HALF)
         ok = i < R // 2
         cos_sin_row = cos_sin_ptr
         if ROPE:
             cos_sin_row += tl.load(positions_ptr + t).to(tl.int64) * R
-        x, y, first, second = _pairs(row + FRONT + C, i, ok, cos_sin_row, R, INTERLEAVED, ROPE)
+        a, b, first, second = _pairs(row + FRONT + C, i, ok, cos_sin_row, R, INTERLEAVED, ROPE)
         if ROPE:
-            tl.store(row + FRONT + C + first, x, mask=ok)
-            tl.store(row + FRONT + C + second, y, mask=ok)
-        tl.store(cache + C + first, x.to(k_ptr.dtype.element_ty), mask=ok)
-        tl.store(cache + C + second, y.to(k_ptr.dtype.element_ty), mask=ok)
+            tl.store(row + FRONT + C + first, a, mask=ok)
+            tl.store(row + FRONT + C + second, b, mask=ok)
+        tl.store(cache + C + first, a.to(k_ptr.dtype.element_ty), mask=ok)
+        tl.store(cache + C + second, b.to(k_ptr.dtype.element_ty), mask=ok)
 
 
 def launch_latent_store(
@@ -182,9 +182,11 @@ def launch_latent_store(
     parts = _parts(down_TX, latent, rope_dim)
     if len(down_TX) == 0:
         return parts
-    block = next_power_of_2(max(latent, 0 if q_norm_Q is None else len(q_norm_Q)))
+    programs = 1 if q_norm_Q is None else 2
+    q_norm_Q = kv_norm_C if q_norm_Q is None else q_norm_Q  # the kernel needs an address, if only to compile
+    block = next_power_of_2(max(latent, len(q_norm_Q)))
     pdl = has_pdl(down_TX.device)
-    _latent_store_kernel[(len(down_TX), 1 if q_norm_Q is None else 2)](
+    _latent_store_kernel[(len(down_TX), programs)](
         down_TX, cos_sin_PR, positions_T, slots_T, k_SHD, kv_norm_C, q_norm_Q, down_TX.stride(0), k_SHD.stride(0), eps,
         offset, kv_scale, FRONT=parts[0].shape[1], C=latent, R=rope_dim, BLOCK=block,
         HALF=next_power_of_2(rope_dim // 2), SCALED=kv_scale != 1.0, ROPE=cos_sin_PR is not None,
