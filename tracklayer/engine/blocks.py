@@ -1,10 +1,9 @@
 """Block diffusion: a request whose tokens are filled in, block by block, over passes of the model.
 
-For the scheduler a pass is a prefill: all tokens so far, then the block, masked where it is not filled yet. What earlier
-passes computed in its final form stays in the cache, whose prefix tree takes no masked block. After a pass the
-likeliest tokens stay, the others are masked again; a full block is computed in its final form by the pass that begins
-the next one, or by a last pass at the end. So the cache, and the route pool with it, hold each token as its final pass
-left it.
+For the scheduler a pass is a prefill: all tokens so far, then the block, masked where it is not filled yet. What was
+computed in its final form stays in the cache, whose prefix tree takes no masked block. After a pass the likeliest
+tokens stay, the others are masked again; a full block is computed in its final form by the pass that begins the next
+one, or by a last pass at the end. So the cache, and the route pool with it, hold each token as its final pass left it.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ class Planner:
             samples=last and seq.to_sample > 0,
         )
         if admitted or seq.renewed:
-            share.admitted, share.history = seq.request, seq.request.input_ids + seq.output_ids
+            share.admitted = seq.request
+            share.history = seq.request.input_ids + seq.output_ids if seq.output_ids else seq.request.input_ids
             seq.renewed = False
         if seq.logprobs_next is not None and seq.logprobs_next < min(end, seq.prompt_len):
             if seq.request.return_logprob:

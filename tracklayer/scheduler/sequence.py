@@ -147,11 +147,12 @@ class Sequence:
 
     def renew(self, request: EngineRequest) -> None:
         """Go on with another request of the same id, that has all tokens of this one's before its masks."""
-        assert self.request.masked_from is not None and not self.output_ids and not self.in_flight
+        begin = self.request.masked_from
+        assert begin is not None and begin < len(request.input_ids) and not self.output_ids and not self.in_flight
         if self.state is SequenceState.RUNNING:
-            self.num_computed = self.request.masked_from
+            self.num_computed = begin
         self.request, self.renewed = request, True
-        self.prompt = self.fill = np.array(request.input_ids, np.int32)
+        self.prompt = self.fill = np.concatenate((self.prompt[:begin], np.array(request.input_ids[begin:], np.int32)))
         self.prompt_len = len(self.prompt)
 
     def follow(self, before: Sequence) -> None:
