@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tracklayer.kernels.attention_rule import Rule
+
 
 @dataclass
 class Case:
@@ -88,36 +90,35 @@ def build(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", s
         lens_B=torch.tensor(case.lens, dtype=torch.int32, device=device),
         max_query=max(case.counts),
         max_len=longest,
-        scale=0.3,
-        **options,
+        rule=Rule(0.3, **options),
     )
     return tuple(x.to(dtype).to(device) for x in (q, k, v)), keywords
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> np.ndarray:
+def exact(q: Tensor, k: Tensor, v: Tensor, rule: Rule, **kw: Any) -> np.ndarray:
     """Token by token, head by head, in float64: [T, N, E]."""
     q, k, v = (x.detach().double().cpu().numpy() for x in (q, k, v))
     table, rows, starts, lens = (kw[x].tolist() for x in ("slot_table_RC", "rows_B", "starts_B1", "lens_B"))
-    sinks = None if kw.get("sinks_N") is None else kw["sinks_N"].double().cpu().numpy()
+    sinks = None if rule.sinks_N is None else rule.sinks_N.double().cpu().numpy()
     out = np.zeros((*q.shape[:2], v.shape[2]))
     for b, length in enumerate(lens):
         for t in range(starts[b], starts[b + 1]):
             position = length - (starts[b + 1] - t)
-            block = kw.get("block") or 1
+            block = rule.block or 1
             seen = [
                 j
                 for j in range((position // block + 1) * block)
-                if (kw.get("window") is None or position - j < kw["window"])
-                and (kw.get("chunk") is None or j // kw["chunk"] == position // kw["chunk"])
+                if (rule.window is None or position - j < rule.window)
+                and (rule.chunk is None or j // rule.chunk == position // rule.chunk)
             ]
             if length == 0:
                 continue
             slots = [table[rows[b]][j] for j in seen]
             for n in range(q.shape[1]):
                 h = n * k.shape[1] // q.shape[1]
-                score = k[slots, h] @ q[t, n] * kw["scale"]
-                if kw.get("softcap"):
-                    score = kw["softcap"] * np.tanh(score / kw["softcap"])
+                score = k[slots, h] @ q[t, n] * rule.scale
+                if rule.softcap:
+                    score = rule.softcap * np.tanh(score / rule.softcap)
                 weight = np.exp(score)
                 total = weight.sum() + (0.0 if sinks is None else np.exp(sinks[n]))
                 out[t, n] = weight @ v[slots, h] / total
@@ -135,12 +136,12 @@ def forget(k: Tensor, v: Tensor, kw: dict[str, Any]) -> int:
 
     Sequences without a query in the step are dropped whole.
     """
-    dropped = 0
+    dropped, rule = 0, kw["rule"]
     for b, length in enumerate(kw["lens_B"].tolist()):
         first = length - int(kw["starts_B1"][b + 1] - kw["starts_B1"][b])  # its window begins earliest
         begin = length
         if first < length:
-            begin = first - kw["window"] + 1 if "window" in kw else first // kw["chunk"] * kw["chunk"]
+            begin = first - rule.window + 1 if rule.window else first // rule.chunk * rule.chunk
             begin = max(0, begin)
         line = kw["slot_table_RC"][kw["rows_B"][b].long()]
         gone = line[:begin].long()

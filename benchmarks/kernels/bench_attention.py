@@ -20,8 +20,10 @@ from benchmarks.kernels.common import copies_for, report, row, time_us, try_us
 from tracklayer.kernels.attention import paged_attention
 from tracklayer.kernels.attention_decode import paged_decode
 from tracklayer.kernels.attention_prefill import paged_prefill
+from tracklayer.kernels.attention_rule import Rule
 
 N, H, D = 32, 4, 128
+RULE = Rule(D**-0.5)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -39,7 +41,7 @@ def paged(lens: list[int], counts: list[int], shared: int = 0, siblings: int = 1
     return dict(
         q_TND=bf16(sum(counts), N, D), k_SHD=bf16(slots, H, D), v_SHE=bf16(slots, H, D), slot_table_RC=table.to(DEVICE),
         rows_B=torch.arange(len(lens), dtype=torch.int32, device=DEVICE), starts_B1=starts,
-        lens_B=torch.tensor(lens, dtype=torch.int32, device=DEVICE), scale=D**-0.5,
+        lens_B=torch.tensor(lens, dtype=torch.int32, device=DEVICE), rule=RULE,
     )  # fmt: skip
 
 
@@ -67,8 +69,8 @@ def decode(sweep: bool) -> list[dict]:
         results.append(row(f"decode {name}", time_us(run), num_bytes=num_bytes))
         for kw in inputs:
             kw.pop("starts_B1")
-        for block, warps, stages, splits in SWEEP.get(name, ()) if sweep else ():
-            schedule = dict(block=block, warps=warps, stages=stages, splits=splits)
+        for block_l, warps, stages, splits in SWEEP.get(name, ()) if sweep else ():
+            schedule = dict(block_l=block_l, warps=warps, stages=stages, splits=splits)
             us = try_us([partial(paged_decode, **kw, max_len=bound, **schedule) for kw in inputs])
             if us is not None:
                 results.append(row(f"  {schedule}", us, num_bytes=num_bytes, case=name))
@@ -100,8 +102,8 @@ def prefill(sweep: bool) -> list[dict]:
         decodes = sum(c == 1 for c in counts)
         bounds = dict(max_query=max(counts), max_len=max(lens), num_decodes=decodes)
         results.append(row(f"prefill {name}", time_us([partial(paged_attention, **kw, **bounds)] * 3), flop=flop))
-        for block_m, block, warps, stages in SCHEDULES if sweep and name in SWEPT_PREFILLS else ():
-            schedule = dict(block_m=block_m, block=block, warps=warps, stages=stages)
+        for block_m, block_l, warps, stages in SCHEDULES if sweep and name in SWEPT_PREFILLS else ():
+            schedule = dict(block_m=block_m, block_l=block_l, warps=warps, stages=stages)
             us = try_us([partial(paged_prefill, **kw, **schedule)] * 3)
             if us is not None:
                 results.append(row(f"  {schedule}", us, flop=flop, case=name))
@@ -117,10 +119,9 @@ def whole_prompts(name: str, lens: list[int], flop: float, sweep: bool) -> list[
     q, k, v = (x.unflatten(-1, (-1, D)) for x in qkv.split([N * D, H * D, H * D], -1))
     starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     lens_B = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-    ours = partial(paged_prefill, q, k, v, slot_table_RC=None, rows_B=None, starts_B1=starts, lens_B=lens_B,
-                   scale=D**-0.5)  # fmt: skip
-    for block_m, block, warps, stages in SCHEDULES if sweep else SCHEDULES[:1]:
-        schedule = dict(block_m=block_m, block=block, warps=warps, stages=stages)
+    ours = partial(paged_prefill, q, k, v, RULE, slot_table_RC=None, rows_B=None, starts_B1=starts, lens_B=lens_B)
+    for block_m, block_l, warps, stages in SCHEDULES if sweep else SCHEDULES[:1]:
+        schedule = dict(block_m=block_m, block_l=block_l, warps=warps, stages=stages)
         us = try_us([partial(ours, **schedule)] * 3)
         if us is not None:
             results.append(row(f"  contiguous {schedule}", us, flop=flop, case=name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import kernel_checks as checks
 import pytest
 import torch
@@ -10,6 +12,7 @@ from attention_cases import BLOCKS, DECODE, MIXED, Case, build, error, exact
 
 from tracklayer.kernels import attention_hopper
 from tracklayer.kernels.attention import paged_attention, paged_attention_ref
+from tracklayer.kernels.attention_rule import Rule
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float32]
@@ -40,7 +43,7 @@ LARGE = [
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_attention_large(case):
     tensors, keywords = build(case, torch.bfloat16, "cuda", seed=int(torch.randint(1 << 30, (1,))))
-    keywords["scale"] = case.width**-0.5
+    keywords["rule"] = replace(keywords["rule"], scale=case.width**-0.5)
     want = paged_attention_ref(*(x.float() for x in tensors), **keywords)
     assert error(paged_attention(*tensors, **keywords), want.double().cpu().numpy()) < 1e-2
 
@@ -75,7 +78,7 @@ def test_whole_prompts_on_hopper_beside_poison(heads, kv_heads, dtype, bound):
             [heads * 128, kv_heads * 128, kv_heads * 128], 1
         )
     )
-    if not attention_hopper.serves(q, k, v, {}):
+    if not attention_hopper.serves(q, k, v, Rule(0.1)):
         pytest.skip("needs a Hopper GPU")
     others = {1, 6}
     for b in others:
@@ -83,7 +86,7 @@ def test_whole_prompts_on_hopper_beside_poison(heads, kv_heads, dtype, bound):
     k[starts[-1] :] = v[starts[-1] :] = torch.nan
     seen = torch.tensor([-1 if b in others else n for b, n in enumerate(lens)], dtype=torch.int32, device="cuda")
     out = torch.full((tokens, heads, 128), 7.0, dtype=dtype, device="cuda")
-    attention_hopper.hopper_attention(q, k, v, starts_B1=starts, lens_B=seen, scale=0.1, out_TNE=out)
+    attention_hopper.hopper_attention(q, k, v, Rule(0.1), starts_B1=starts, lens_B=seen, out_TNE=out)
     for b, n in enumerate(lens):
         at = slice(int(starts[b]), int(starts[b]) + n)
         if b in others:

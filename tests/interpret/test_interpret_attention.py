@@ -26,14 +26,14 @@ def without(keywords, *names):
 def test_decode(case, splits):
     tensors, keywords = build(case)
     want = exact(*tensors, **keywords)
-    out = paged_decode(*tensors, **without(keywords, "starts_B1", "max_query"), block=16, splits=splits)
+    out = paged_decode(*tensors, **without(keywords, "starts_B1", "max_query"), block_l=16, splits=splits)
     assert error(out, want) < BOUND
 
 
 def test_decode_leaves_its_counters_at_zero():
     """A second launch over the same counters merges as the first did."""
     tensors, keywords = build(DECODE[0])
-    run = lambda: paged_decode(*tensors, **without(keywords, "starts_B1", "max_query"), block=16, splits=4)  # noqa: E731
+    run = lambda: paged_decode(*tensors, **without(keywords, "starts_B1", "max_query"), block_l=16, splits=4)  # noqa: E731
     assert run().equal(run())
 
 
@@ -42,7 +42,7 @@ def test_decode_leaves_its_counters_at_zero():
 def test_prefill(case, rows):
     tensors, keywords = build(case)
     want = exact(*tensors, **keywords)
-    out = paged_prefill(*tensors, **without(keywords, "max_query", "max_len"), block=16, block_m=rows)
+    out = paged_prefill(*tensors, **without(keywords, "max_query", "max_len"), block_l=16, block_m=rows)
     assert error(out, want) < BOUND
 
 
@@ -53,7 +53,7 @@ def test_decode_reads_nothing_that_left(case, splits):
     (q, k, v), keywords = build(case)
     want = exact(q, k, v, **keywords)
     assert forget(k, v, keywords) > 0
-    out = paged_decode(q, k, v, **without(keywords, "starts_B1", "max_query"), block=16, splits=splits)
+    out = paged_decode(q, k, v, **without(keywords, "starts_B1", "max_query"), block_l=16, splits=splits)
     assert error(out, want) < BOUND
 
 
@@ -62,7 +62,7 @@ def test_prefill_reads_nothing_that_left_a_window(case):
     (q, k, v), keywords = build(case)
     want = exact(q, k, v, **keywords)
     assert forget(k, v, keywords)
-    out = paged_prefill(q, k, v, **without(keywords, "max_query", "max_len"), block=16, block_m=16)
+    out = paged_prefill(q, k, v, **without(keywords, "max_query", "max_len"), block_l=16, block_m=16)
     assert error(out, want) < BOUND
 
 
@@ -70,8 +70,7 @@ def test_prefill_reads_nothing_that_left_a_window(case):
 @pytest.mark.parametrize("rows", [16, 32])
 def test_blocks_see_themselves_whole(case, rows):
     tensors, keywords = build(case)
-    where = without(keywords, "max_query", "max_len", "block")
-    out = paged_prefill(*tensors, **where, whole=keywords["block"], block=16, block_m=rows)
+    out = paged_prefill(*tensors, **without(keywords, "max_query", "max_len"), block_l=16, block_m=rows)
     assert error(out, exact(*tensors, **keywords)) < BOUND
 
 
@@ -83,7 +82,7 @@ def test_prefill_of_whole_prompts_without_a_cache(options):
     slots = [keywords["slot_table_RC"][row, :n] for row, n in zip(keywords["rows_B"], case.lens, strict=True)]
     k, v = (x[[int(s) for part in slots for s in part]] for x in (k, v))
     keywords["slot_table_RC"] = keywords["rows_B"] = None
-    out = paged_prefill(q, k, v, **without(keywords, "max_query", "max_len"), block=16, block_m=16)
+    out = paged_prefill(q, k, v, **without(keywords, "max_query", "max_len"), block_l=16, block_m=16)
     assert error(out, want) < BOUND
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tracklayer.kernels.attention_rule import Rule
 from tracklayer.kernels.jit import LOG2E, await_previous, counters, has_pdl, jit, next_power_of_2, num_sms, tl
 
 MAX_SPLITS = 32
@@ -139,23 +140,22 @@ def paged_decode(
     q_TND: Tensor,
     k_SHD: Tensor,
     v_SHE: Tensor,
+    rule: Rule,
     *,
     slot_table_RC: Tensor,
     rows_B: Tensor,
     lens_B: Tensor,
     max_len: int,
-    scale: float,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    block: int = 64,
+    block_l: int = 64,
     warps: int | None = None,
     stages: int = 3,
     splits: int | None = None,
     out_TNE: Tensor | None = None,
 ) -> Tensor:
-    """Launch: arguments as in `paged_attention` with T == B; block .. splits steer the schedule. Returns [T, N, E]."""
+    """Launch: arguments as in `paged_attention` with T == B; block_l .. splits steer the schedule. Returns [T, N, E].
+
+    block_l: positions of a key block. The rule has no `block`: those have more than one query token.
+    """
     sequences, heads, width = q_TND.shape
     kv_heads, value_width = k_SHD.shape[1], v_SHE.shape[2]
     if width < 16:
@@ -167,7 +167,7 @@ def paged_decode(
     rows = min(max(next_power_of_2(per_group), 16), 64 if value_width <= 256 else 32)
     groups = kv_heads * -(-per_group // rows)
     if splits is None:
-        splits = num_splits(sequences, groups, max_len, block, num_sms(q_TND.device))
+        splits = num_splits(sequences, groups, max_len, block_l, num_sms(q_TND.device))
     padded = max(next_power_of_2(value_width), 16)
     parts = sequences * groups * splits * rows if splits > 1 else 0
     acc = torch.empty(parts * padded, dtype=torch.float32, device=q_TND.device)
@@ -176,11 +176,13 @@ def paged_decode(
     done = counters(q_TND.device, max(next_power_of_2(sequences * groups), 4096))
     d0, d1 = split_width(width)
     _decode_kernel[(sequences * groups * splits,)](
-        q_TND, k_SHD, v_SHE, out, acc, ml, done, slot_table_RC, rows_B, lens_B, sinks_N,
+        q_TND, k_SHD, v_SHE, out, acc, ml, done, slot_table_RC, rows_B, lens_B, rule.sinks_N,
         q_TND.stride(0), q_TND.stride(1), k_SHD.stride(0), k_SHD.stride(1), v_SHE.stride(0), v_SHE.stride(1),
-        slot_table_RC.stride(0), scale if softcap else scale * LOG2E, softcap or 0.0, window or 0, chunk or 1,
-        H=kv_heads, G=per_group, D=width, D0=d0, D1=d1, E=value_width, EP=padded, GP=rows, SPLITS=splits, L=block,
-        WINDOW=window is not None, CHUNK=chunk is not None, SINKS=sinks_N is not None, SOFTCAP=softcap is not None,
+        slot_table_RC.stride(0), rule.scale if rule.softcap else rule.scale * LOG2E,
+        rule.softcap or 0.0, rule.window or 0, rule.chunk or 1,
+        H=kv_heads, G=per_group, D=width, D0=d0, D1=d1, E=value_width, EP=padded, GP=rows, SPLITS=splits, L=block_l,
+        WINDOW=rule.window is not None, CHUNK=rule.chunk is not None, SINKS=rule.sinks_N is not None,
+        SOFTCAP=rule.softcap is not None,
         PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32", STAGES=stages, PDL=pdl,
         launch_pdl=pdl, num_warps=warps or (4 if value_width <= 256 else 8),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracklayer.kernels.attention_rule import Rule
 from tracklayer.kernels.jit import LOG2E, num_sms
 
 try:
@@ -39,15 +40,16 @@ def is_hopper(device: torch.device) -> bool:
     return gluon is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def serves(q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, rule: dict[str, Any]) -> bool:
-    """Whether `hopper_attention` can take these: a Hopper GPU, 16 bits, heads 128 wide, a plain causal rule."""
+def serves(q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, rule: Rule) -> bool:
+    """Whether `hopper_attention` can take these: a Hopper GPU, 16 bits, heads 128 wide, a causal softmax rule."""
     return (
         q_TND.is_cuda
         and is_hopper(q_TND.device)
         and q_TND.element_size() == 2
         and q_TND.shape[2] == v_THE.shape[2] == WIDTH
         and q_TND.shape[1] // k_THD.shape[1] in (1, 2, 4, 8)
-        and all(rule.get(name) is None for name in ("window", "chunk", "softcap", "sinks_N", "block"))
+        and rule.causal
+        and rule.softmax
         and all(t.stride(2) == 1 and t.stride(1) == WIDTH for t in (q_TND, k_THD, v_THE))
         and all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 for t in (q_TND, k_THD, v_THE))
     )
@@ -273,7 +275,7 @@ if gluon is not None:
 
 
 def hopper_attention(
-    q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, *, starts_B1: Tensor, lens_B: Tensor, scale: float, out_TNE: Tensor
+    q_TND: Tensor, k_THD: Tensor, v_THE: Tensor, rule: Rule, *, starts_B1: Tensor, lens_B: Tensor, out_TNE: Tensor
 ) -> Tensor:
     """Causal attention of every sequence with lens_B > 0 over its own tokens; see `serves` for what it takes.
 
@@ -292,7 +294,7 @@ def hopper_attention(
     tiles = (-(-tokens * per_group // (2 * ROWS)) + sequences) * kv_heads
     _kernel[(min(tiles, num_sms(q_TND.device)),)](
         desc(q_TND, ROWS // per_group), desc(k_THD, KEYS), desc(v_THE, KEYS), out_TNE, starts_B1, lens_B, sequences,
-        sequences.bit_length(), tiles, scale * LOG2E, H=kv_heads, G=per_group, R=ROWS, L=KEYS, N=STAGES, num_warps=4,
-        maxnreg=168,
+        sequences.bit_length(), tiles, rule.scale * LOG2E, H=kv_heads, G=per_group, R=ROWS, L=KEYS, N=STAGES,
+        num_warps=4, maxnreg=168,
     )  # fmt: skip
     return out_TNE

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tracklayer.kernels.attention_decode import split_width
+from tracklayer.kernels.attention_rule import Rule
 from tracklayer.kernels.jit import LOG2E, jit, next_power_of_2, shared_bytes, tl
 
 
@@ -75,7 +76,7 @@ def _prefill_kernel(
     q_stride_t, q_stride_n, k_stride_s, k_stride_h, v_stride_s, v_stride_h, table_stride, scale, softcap, window, chunk,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr,
     EP: tl.constexpr, M: tl.constexpr, L: tl.constexpr, PAGED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     SEARCH: tl.constexpr = 128
     pid = tl.program_id(0)
@@ -102,8 +103,8 @@ def _prefill_kernel(
     n = h * G + r % G
     # Rows past the end repeat the last token's position: their results are not stored.
     position_M = length - count + tl.minimum(r // G, count - 1)
-    if WHOLE > 1:  # a token sees its block of WHOLE positions to the end
-        position_M = tl.minimum(position_M // WHOLE * WHOLE + WHOLE - 1, length - 1)
+    if BLOCK > 1:  # a token sees its block of BLOCK positions to the end
+        position_M = tl.minimum(position_M // BLOCK * BLOCK + BLOCK - 1, length - 1)
     d0 = tl.arange(0, D0)
     e = tl.arange(0, EP)
     q_row = q_ptr + token.to(tl.int64) * q_stride_t + n * q_stride_n
@@ -121,8 +122,8 @@ def _prefill_kernel(
 
     low = length - count + row0 // G  # position of the first token, and of the last one of this block
     high = length - count + tl.minimum((row0 + M - 1) // G, count - 1)
-    if WHOLE > 1:
-        high = tl.minimum(high // WHOLE * WHOLE + WHOLE - 1, length - 1)
+    if BLOCK > 1:
+        high = tl.minimum(high // BLOCK * BLOCK + BLOCK - 1, length - 1)
     first = 0
     if WINDOW:
         first = tl.maximum(first, low - window + 1)  # nothing before it is read: its slots may be another's
@@ -160,26 +161,21 @@ def paged_prefill(
     q_TND: Tensor,
     k_SHD: Tensor,
     v_SHE: Tensor,
+    rule: Rule,
     *,
     slot_table_RC: Tensor | None,
     rows_B: Tensor | None,
     starts_B1: Tensor,
     lens_B: Tensor,
-    scale: float,
-    window: int | None = None,
-    sinks_N: Tensor | None = None,
-    softcap: float | None = None,
-    chunk: int | None = None,
-    whole: int | None = None,
     block_m: int | None = None,
-    block: int | None = None,
+    block_l: int | None = None,
     warps: int | None = None,
     stages: int = 3,
     out_TNE: Tensor | None = None,
 ) -> Tensor:
     """Launch: arguments as in `paged_attention`; block_m .. stages steer the schedule. Returns [T, N, E].
 
-    whole: what is called `block` there.
+    block_m, block_l: rows of a query block, positions of a key block.
     Rows of a sequence with lens -1 are left alone.
     slot_table_RC None: nothing is cached, k and v are the step's own [T, H, D], [T, H, E].
     """
@@ -196,22 +192,24 @@ def paged_prefill(
     narrow = value_width <= 128 and q_TND.element_size() == 2
     if block_m is None:
         block_m = 128 if narrow else 64 if value_width <= 256 else 16
-    if block is None and not paged:
+    if block_l is None and not paged:
         row_bytes = (width + value_width) * q_TND.element_size()
-        block, stages = _fitting(row_bytes, block_m * width * q_TND.element_size(), shared_bytes(q_TND.device), narrow)
-    elif block is None:
-        block = 64 if q_TND.element_size() == 2 else 32
+        query_bytes = block_m * width * q_TND.element_size()
+        block_l, stages = _fitting(row_bytes, query_bytes, shared_bytes(q_TND.device), narrow)
+    elif block_l is None:
+        block_l = 64 if q_TND.element_size() == 2 else 32
     if warps is None:
         warps = 8 if not paged or not narrow else 4
     d0, d1 = split_width(width)
     blocks = -(-tokens * per_group // block_m) + sequences
     _prefill_kernel[(blocks * kv_heads,)](
-        q_TND, k_SHD, v_SHE, out, slot_table_RC, rows_B, starts_B1, lens_B, sinks_N, sequences,
+        q_TND, k_SHD, v_SHE, out, slot_table_RC, rows_B, starts_B1, lens_B, rule.sinks_N, sequences,
         q_TND.stride(0), q_TND.stride(1), k_SHD.stride(0), k_SHD.stride(1), v_SHE.stride(0), v_SHE.stride(1),
-        slot_table_RC.stride(0) if paged else 0, scale if softcap else scale * LOG2E, softcap or 0.0, window or 0,
-        chunk or 1, H=kv_heads, G=per_group, D=width, D0=d0, D1=d1, E=value_width,
-        EP=max(next_power_of_2(value_width), 16), M=block_m, L=block, PAGED=paged, WINDOW=window is not None,
-        CHUNK=chunk is not None, SINKS=sinks_N is not None, SOFTCAP=softcap is not None,
-        PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32", STAGES=stages, WHOLE=whole or 1, num_warps=warps,
+        slot_table_RC.stride(0) if paged else 0, rule.scale if rule.softcap else rule.scale * LOG2E,
+        rule.softcap or 0.0, rule.window or 0, rule.chunk or 1,
+        H=kv_heads, G=per_group, D=width, D0=d0, D1=d1, E=value_width, EP=max(next_power_of_2(value_width), 16),
+        M=block_m, L=block_l, PAGED=paged, WINDOW=rule.window is not None, CHUNK=rule.chunk is not None,
+        BLOCK=rule.block or 1, SINKS=rule.sinks_N is not None, SOFTCAP=rule.softcap is not None,
+        PRECISION="ieee" if q_TND.dtype == torch.float32 else "tf32", STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return out

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tracklayer.kernels.attention import paged_attention_ref
+from tracklayer.kernels.attention_rule import Rule
 from tracklayer.kernels.dispatch import use_triton
 from tracklayer.kernels.jit import LOG2E, await_previous, has_pdl, jit, next_power_of_2, num_sms, shared_bytes, tl
 
@@ -87,8 +88,8 @@ def latent_attention_ref(
 ) -> Tensor:
     """The torch reference of `latent_attention`."""
     return paged_attention_ref(
-        q_TND, k_SHD[..., : q_TND.shape[2]], k_SHD[..., :value_dim], slot_table_RC=slot_table_RC, rows_B=rows_B,
-        starts_B1=starts_B1, lens_B=lens_B, max_query=max_query, max_len=max_len, scale=scale,
+        q_TND, k_SHD[..., : q_TND.shape[2]], k_SHD[..., :value_dim], Rule(scale), slot_table_RC=slot_table_RC,
+        rows_B=rows_B, starts_B1=starts_B1, lens_B=lens_B, max_query=max_query, max_len=max_len,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tracklayer.kernels.attention import paged_attention
+from tracklayer.kernels.attention_rule import Rule
 from tracklayer.kernels.norm import AddNorm, rms_norm
 from tracklayer.kernels.rope import qk_rope_store
 from tracklayer.layers.batch import Batch
@@ -38,7 +39,14 @@ class Attention(nn.Module):
             make = parameter if spec.qk_norm_weight else torch.ones
             self.q_norm, self.k_norm = make(widths[0]), make(widths[1])
         self.sinks = parameter(spec.num_heads) if spec.sinks else None
-        self.scale = spec.scale if spec.scale is not None else spec.head_dim**-0.5
+        self.rule = Rule(
+            scale=spec.scale if spec.scale is not None else spec.head_dim**-0.5,
+            window=spec.window,
+            chunk=spec.chunk,
+            block=spec.block,
+            softcap=spec.softcap,
+            sinks_N=self.sinks,
+        )
 
     def forward(self, x: Tensor | AddNorm, batch: Batch) -> Tensor:
         spec = self.spec
@@ -75,18 +83,13 @@ class Attention(nn.Module):
             q_TND,
             k_SHD,
             v_SHE,
+            self.rule,
             slot_table_RC=batch.slot_table_RC,
             rows_B=batch.rows_B,
             starts_B1=batch.starts_B1,
             lens_B=batch.lens_B,
             max_query=batch.max_query,
             max_len=batch.max_len,
-            scale=self.scale,
-            window=spec.window,
-            sinks_N=self.sinks,
-            softcap=spec.softcap,
-            chunk=spec.chunk,
-            block=spec.block,
             num_decodes=batch.num_decodes,
             step_kv=tuple(x.unflatten(1, (spec.num_kv_heads, -1)) for x in (k_TX, v_TX)),
             fresh=batch.fresh,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tracklayer.kernels.attention import prompt_attention
+from tracklayer.kernels.attention_rule import Rule
 from tracklayer.kernels.mla import absorb_queries, head_products, latent_store, turn_tails
 from tracklayer.kernels.mla_attention import latent_attention
 from tracklayer.kernels.norm import AddNorm, as_tensor
@@ -39,6 +40,7 @@ class MLA(nn.Module):
         self.cos_sin_PR = cos_sin_PR if spec.rope is not None else None
         self.interleaved = spec.rope is not None and spec.rope.interleaved
         self.scale = spec.scale * spec.q_scale
+        self.rule = Rule(self.scale)
         width_q = spec.num_heads * (spec.nope_dim + spec.rope_dim)
         first = {"q_a": spec.q_lora_rank} if spec.q_lora_rank else {"q": width_q}
         self.down = Linear(hidden_size, {**first, "kv_a": spec.key_dim}, bias=spec.bias)
@@ -158,9 +160,7 @@ class MLA(nn.Module):
         if self.cos_sin_PR is not None:
             rope = dict(rope_dim=spec.rope_dim, interleaved=self.interleaved)
             turn_tails(q_TNX, self.cos_sin_PR, batch.positions_T, **rope)
-        prompt_attention(
-            q_TNX, k_TND, v_TNE, starts_B1=batch.starts_B1, lens_B=lens_B, out_TNE=out_TNE, scale=self.scale
-        )
+        prompt_attention(q_TNX, k_TND, v_TNE, self.rule, starts_B1=batch.starts_B1, lens_B=lens_B, out_TNE=out_TNE)
 
     def parts(self) -> Iterator[Part]:
         yield from self.down.parts()
