@@ -14,7 +14,7 @@ from server_fakes import FakeEngine, byte_level_tokenizer, fixed_script, info, l
 
 from tracklayer.engine.frontend import TextFrontend
 from tracklayer.engine.intake import GenerateCall, Intake, sample_seed
-from tracklayer.engine.limits import Limits
+from tracklayer.engine.limits import NO_LIMITS, Limits
 from tracklayer.engine.reply import Shown, reply
 from tracklayer.engine.sampling import SamplingFieldError
 from tracklayer.errors import CapacityError, IncompleteRoutes, TracklayerError, UserError
@@ -25,7 +25,7 @@ VOCAB = 400
 
 
 @contextlib.asynccontextmanager
-async def front(script=None, *, tokenizer=TOKENIZER, facts=None, limits=None, **engine_options):
+async def front(script=None, *, tokenizer=TOKENIZER, facts=None, limits=NO_LIMITS, **engine_options):
     engine = FakeEngine(facts or info(VOCAB), *([script] if script else []), **engine_options)
     frontend = TextFrontend(engine, tokenizer, intake=Intake(engine.info, tokenizer, limits=limits))
     frontend.bind(asyncio.get_running_loop())

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 from server_http import GREEDY, serving
 
-from tracklayer.engine.limits import Limits
+from tracklayer.engine.limits import NO_LIMITS, Limits
 from tracklayer.errors import UserError
 from tracklayer.server.args import parse
 from tracklayer.server.config import ServerConfig
@@ -67,7 +67,7 @@ def test_every_limit_is_a_flag_and_none_is_no_limit():
     flags = {f.name: f for f in fields(ServerConfig)}
     for one in fields(Limits):
         assert flags[one.name].default >= 256 and flags[one.name].metadata["low"] == 1
-        Limits().check(one.name, 1 << 40)
+        NO_LIMITS.check(one.name, 1 << 40)
         with pytest.raises(UserError, match=one.name.replace("_", "-")):
             Limits(**{one.name: 7}).check(one.name, 8)
         Limits(**{one.name: 7}).check(one.name, 7)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
+
+from tracklayer.engine.limits import Limits
 
 ALIASES = {
     "model": "model_path",
@@ -166,11 +169,7 @@ SERVER_FLAGS = frozenset(
         "weight_paths",
         "profile_dir",
         "max_body_bytes",
-        "max_batch_prompts",
-        "max_samples",
-        "max_batch_sequences",
-        "max_top_logprobs",
-        "max_stop_characters",
+        *(f.name for f in fields(Limits)),
         "drain_timeout_s",
         "engine_process",
     )

@@ -16,7 +16,7 @@ from tracklayer.engine.call_check import check_fields, plain_ids
 from tracklayer.engine.client import EngineInfo
 from tracklayer.engine.detokenizer import compile_pattern
 from tracklayer.engine.grammar import check_grammar
-from tracklayer.engine.limits import Limits
+from tracklayer.engine.limits import NO_LIMITS, Limits
 from tracklayer.engine.sampling import is_int, parse_sampling, short
 from tracklayer.engine.tokenizer import TextTokenizer
 from tracklayer.errors import UserError
@@ -88,14 +88,14 @@ class Intake:
         tokenizer: TextTokenizer | None,
         *,
         random_seed: int | None = None,
-        limits: Limits | None = None,
+        limits: Limits = NO_LIMITS,
         default_sampling: dict[str, Any] | None = None,
         auto_truncate: bool = False,
         stream_interval: int = 1,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
-        self.limits = limits or Limits()
+        self.limits = limits
         self.default_sampling = default_sampling or {}
         self.auto_truncate = auto_truncate
         self.stream_interval = stream_interval

@@ -6,33 +6,38 @@ stop pattern) stand with its types; those of a grammar's text with the grammars;
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, fields
 
+from tracklayer.config import flag
 from tracklayer.errors import UserError
 
 
-def limit(what: str) -> int | None:
-    """A limit, none unless it is set; `what` is said of who goes beyond it."""
-    made: int | None = field(default=None, metadata={"what": what})
+def limit(most: int, what: str) -> int:
+    """A server's flag, `most` unless it is set; `what` is said in its help, and of who goes beyond it."""
+    made: int = flag(most, f"{what} at most", low=1, what=what)
     return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """None is no limit."""
+    """The defaults are a server's; an engine in the caller's own process has `NO_LIMITS`."""
 
-    max_batch_prompts: int | None = limit("prompts in one request")
-    max_samples: int | None = limit("samples of one prompt (n)")
-    max_batch_sequences: int | None = limit("sequences in one request (prompts times n)")
-    max_stop_characters: int | None = limit("characters of stop strings together")
-    max_top_logprobs: int | None = limit("top_logprobs_num, or ids in token_ids_logprob,")
+    max_batch_prompts: int = limit(4096, "prompts in one request")
+    max_samples: int = limit(512, "samples of one prompt (n)")
+    max_batch_sequences: int = limit(65536, "sequences in one request (prompts times n)")
+    max_stop_characters: int = limit(4096, "characters of stop strings together")
+    max_top_logprobs: int = limit(256, "top_logprobs_num, or ids in token_ids_logprob,")
 
     def check(self, name: str, asked: int) -> None:
         """Raise UserError when `asked` is more than the limit of this name."""
-        most: int | None = getattr(self, name)
-        if most is not None and asked > most:
+        most: int = getattr(self, name)
+        if asked > most:
             what = self.__dataclass_fields__[name].metadata["what"]
-            flag = f"--{name.replace('_', '-')}"
             raise UserError(
-                f"{what} may be at most {most} here, got {asked}; ask for less, or raise the server's {flag}"
+                f"{what} may be at most {most} here, got {asked}; ask for less, or raise the server's "
+                f"--{name.replace('_', '-')}"
             )
+
+
+NO_LIMITS = Limits(**dict.fromkeys((f.name for f in fields(Limits)), sys.maxsize))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tracklayer.config import check_flags, flag, json_object
+from tracklayer.engine.limits import Limits
 from tracklayer.engine.logs import FORMATS
 from tracklayer.errors import UserError
 from tracklayer.server.reasoning_parsers import REASONING_FORMATS
@@ -17,8 +18,8 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Names are SGLang's where it has one."""
+class ServerConfig(Limits):
+    """Names are SGLang's where it has one. The limits of one request are flags too."""
 
     host: str = flag("127.0.0.1", "address to listen on; the default serves this machine alone")
     port: int = flag(30000, "TCP port; 0 takes a free one")
@@ -62,11 +63,6 @@ class ServerConfig:
         None, "profiles are written here or in folders inside; default: tracklayer-profiles in the temporary folder"
     )
     max_body_bytes: int = flag(256 * MIB, "largest request body in bytes; beyond it 413", low=1)
-    max_batch_prompts: int = flag(4096, "prompts in one request at most", low=1)
-    max_samples: int = flag(512, "n of one request at most", low=1)
-    max_batch_sequences: int = flag(65536, "prompts times n of one request at most", low=1)
-    max_top_logprobs: int = flag(256, "top_logprobs_num, and ids in token_ids_logprob, at most", low=1)
-    max_stop_characters: int = flag(4096, "characters of a request's stop strings together at most", low=1)
     drain_timeout_s: float = flag(30.0, "seconds that running requests get to end after a stop signal")
     engine_process: bool = flag(True, "run the engine in a process of its own; --no-engine-process: in the server's")
 

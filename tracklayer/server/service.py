@@ -13,7 +13,6 @@ from tracklayer.engine.client import EngineClient, EngineInfo
 from tracklayer.engine.control_plane import PROFILES, ControlPlane
 from tracklayer.engine.frontend import Observer, TextFrontend
 from tracklayer.engine.intake import Intake
-from tracklayer.engine.limits import Limits
 from tracklayer.engine.tokenizer import TextTokenizer
 from tracklayer.errors import UserError
 from tracklayer.routes.codec import encode, encode_packed, encode_sglang
@@ -104,12 +103,11 @@ def build_service(
     """Everything between a running engine and the endpoints."""
     if config.return_routed_experts_by_default and not client.info.recording:
         raise UserError("--return-routed-experts-by-default needs --enable-return-routed-experts")
-    limits = Limits(**{f.name: getattr(config, f.name) for f in fields(Limits)})
     intake = Intake(
         client.info,
         tokenizer,
         random_seed=engine_config.random_seed,
-        limits=limits,
+        limits=config,
         default_sampling=config.preferred(),
         auto_truncate=config.allow_auto_truncate,
         stream_interval=config.stream_interval,
