@@ -19,7 +19,7 @@ from tracklayer.engine.engine import EngineCore
 from tracklayer.kernels.norm import as_tensor
 from tracklayer.kernels.topk import select_experts_ref
 from tracklayer.layers.moe import MoE
-from tracklayer.routes.record import fill_value
+from tracklayer.routes.ids import fill_value
 from tracklayer.runner.load import load_model
 
 # How far accumulating in float32, in any order, may move a logit of the tiny models (all below about 8).

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tracklayer.errors import IncompleteRoutes, UserError
-from tracklayer.routes.record import Routes, concat, fill_value, narrow_dtype
+from tracklayer.routes.ids import fill_value, narrow_dtype
+from tracklayer.routes.record import Routes, concat
 
 KEPT = [
     (2, 2, np.uint8),

@@ -7,7 +7,7 @@ from tracklayer.engine.blocks import BlockRun
 from tracklayer.engine.counters import Counters
 from tracklayer.engine.delivery import Deliveries
 from tracklayer.engine.record import Record
-from tracklayer.routes.record import Array
+from tracklayer.routes.ids import Array
 from tracklayer.scheduler.scheduler import Scheduler
 from tracklayer.scheduler.sequence import Committed
 from tracklayer.types import EngineRequest, FinishReason, StepResult, TokenLogprobs

@@ -15,8 +15,8 @@ import numpy as np
 
 from tracklayer.engine.counters import Counters
 from tracklayer.engine.record import Record
+from tracklayer.routes.ids import Array
 from tracklayer.routes.pool import PendingRoutes
-from tracklayer.routes.record import Array
 from tracklayer.types import FinishReason, RequestOutput
 
 PIECE_ROWS = 128  # a running request's rows are fetched when there are so many new ones

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracklayer.engine.blocks import BlockRun
-from tracklayer.routes.record import Array
+from tracklayer.routes.ids import Array
 from tracklayer.scheduler.sequence import Sequence
 from tracklayer.types import EngineRequest, FinishReason, RequestOutput, StepResult, TokenLogprobs
 

@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from tracklayer.errors import UserError
 from tracklayer.replay.packing import ReplayBatch, Slots, lay_out
-from tracklayer.routes.record import Array, Routes
+from tracklayer.routes.ids import Array
+from tracklayer.routes.record import Routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

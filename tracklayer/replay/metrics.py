@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from tracklayer.errors import UserError
-from tracklayer.routes.record import Array, Routes
+from tracklayer.routes.ids import Array
+from tracklayer.routes.record import Routes
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tracklayer.errors import UserError
-from tracklayer.routes.record import Array, Routes, fill_value, narrow_dtype
+from tracklayer.routes.ids import Array, fill_value, narrow_dtype
+from tracklayer.routes.record import Routes
 
 PADDING = -1
 

@@ -29,7 +29,8 @@ import numpy as np
 
 from tracklayer.errors import UserError, malformed
 from tracklayer.routes.forms import Form, RouteShape, resolve_form
-from tracklayer.routes.record import Array, Routes, fill_value, narrow_dtype
+from tracklayer.routes.ids import Array, fill_value, narrow_dtype
+from tracklayer.routes.record import Routes
 
 PACKED = "tracklayer.routes/1"
 BLOCK_BYTES = 1 << 16

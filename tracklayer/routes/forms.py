@@ -13,7 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from tracklayer.errors import UserError
-from tracklayer.routes.record import Routes, differing, narrow_dtype
+from tracklayer.routes.checks import differing
+from tracklayer.routes.ids import narrow_dtype
+from tracklayer.routes.record import Routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tracklayer.errors import IncompleteRoutes
 from tracklayer.kernels.rows import fill_rows, gather_rows
 from tracklayer.routes.forms import RouteShape
-from tracklayer.routes.record import Array, fill_value
+from tracklayer.routes.ids import Array, fill_value
 
 
 class RoutePool:

@@ -15,47 +15,14 @@ fill, and the type is then one whose fill is no id, so that an unused place can 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tracklayer.errors import IncompleteRoutes, UserError
-
-Array = npt.NDArray[Any]
-CHECK_ROWS = 1 << 15  # rows examined at a time, so that the scratch arrays stay in the cache
-
-
-def narrow_dtype(num_experts: int, top_k: int = 2) -> np.dtype[Any]:
-    """The type in which ids in [0, num_experts) are kept: uint8 (fill 255), int16 or int32 (fill -1).
-
-    With 256 experts id 255 is also the fill: a row of at least two distinct ids can not be all 255, so uint8 still
-    does; with top_k = 1 (which also stands for layers that differ in it) the fill must be no id, and int16 is taken.
-    """
-    if num_experts <= 255 or (num_experts == 256 and top_k >= 2):
-        return np.dtype(np.uint8)
-    return np.dtype(np.int16 if num_experts <= 1 << 15 else np.int32)
-
-
-def fill_value(dtype: npt.DTypeLike) -> int:
-    """What all K ids of a missing row are: the largest value of an unsigned type, -1 in a signed one."""
-    dtype = np.dtype(dtype)
-    return int(np.iinfo(dtype).max) if dtype.kind == "u" else -1
-
-
-def differing(layer_top_k: Iterable[int] | None, layers: int, top_k: int) -> tuple[int, ...] | None:
-    """How many experts each of the layers chooses, checked; None when all choose top_k. Raises UserError."""
-    if layer_top_k is None:
-        return None
-    whole = isinstance(layer_top_k, Iterable) and all(isinstance(k, (int, np.integer)) for k in layer_top_k)
-    counts = tuple(int(k) for k in layer_top_k) if whole else ()
-    if len(counts) != layers or max(counts, default=0) != top_k or min(counts) < 1:
-        raise UserError(
-            f"layer_top_k must have one number for each of {layers} layers, 1 or more, the largest being the width "
-            f"{top_k}; got {layer_top_k!r}"
-        )
-    return counts if min(counts) < top_k else None
+from tracklayer.routes.checks import check_distinct, check_range, check_shape, differing
+from tracklayer.routes.ids import Array, fill_value, missing_rows, narrow_dtype, narrowed
 
 
 class Routes:
@@ -96,38 +63,17 @@ class Routes:
         self.start = int(start)
         self._missing_TL: Array | None = None
         self.layer_top_k = differing(layer_top_k, *ids_TLK.shape[1:]) if ids_TLK.ndim == 3 else None
-        self._check_shape(ids_TLK)
+        check_shape(ids_TLK, self)
         self.experts_TLK = ids_TLK
         narrow = narrow_dtype(self.num_experts, 1 if self.layer_top_k else ids_TLK.shape[2])
         if check or ids_TLK.dtype != narrow:
-            _check_range(ids_TLK, self)
+            check_range(ids_TLK, self)
         if ids_TLK.dtype != narrow:
-            ids_TLK = _narrow(ids_TLK, narrow, self.layer_top_k)
+            ids_TLK = narrowed(ids_TLK, narrow, self.layer_top_k)
         self.experts_TLK = ids_TLK.view()
         self.experts_TLK.flags.writeable = False
         if check:
-            _check_distinct(self)
-
-    def _check_shape(self, ids_TLK: Array) -> None:
-        if ids_TLK.ndim != 3 or ids_TLK.dtype.kind not in "iu":
-            raise UserError(
-                f"routes must be an integer array [tokens, layers, top_k], got {ids_TLK.dtype} {list(ids_TLK.shape)}"
-            )
-        layers, top_k = ids_TLK.shape[1:]
-        if layers != len(self.layer_ids) or layers == 0:
-            raise UserError(f"routes have {layers} layer columns but {len(self.layer_ids)} layer ids were given")
-        if any(b <= a for a, b in pairwise(self.layer_ids)) or self.layer_ids[0] < 0:
-            raise UserError(f"layer_ids must ascend from 0 or more, got {list(self.layer_ids)}")
-        if not 1 <= top_k <= self.num_experts:
-            raise UserError(f"{top_k} distinct experts per token can not be chosen from {self.num_experts}")
-        if self.start < 0:
-            raise UserError(f"start must be 0 or more, got {self.start}")
-        fill = fill_value(ids_TLK.dtype)
-        if (top_k == 1 or self.layer_top_k) and 0 <= fill < self.num_experts and (ids_TLK == fill).any():
-            given, reading = self.layer_top_k or 1, "an unused place" if self.layer_top_k else "a missing row"
-            raise UserError(
-                f"with top_k {given}, {fill} in {ids_TLK.dtype} can be expert {fill} or {reading}: widen it"
-            )
+            check_distinct(self)
 
     # what it holds
 
@@ -171,7 +117,7 @@ class Routes:
     def missing_TL(self) -> Array:
         """bool [T, L]: True where no row was recorded."""
         if self._missing_TL is None:
-            self._missing_TL = _missing(self.experts_TLK)
+            self._missing_TL = missing_rows(self.experts_TLK)
             self._missing_TL.flags.writeable = False
         return self._missing_TL
 
@@ -322,77 +268,3 @@ def _ranges(ids: Sequence[int]) -> str:
         else:
             spans.append([i, i])
     return "[" + ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in spans) + "]"
-
-
-def _missing(ids_TLK: Array) -> Array:
-    """bool [T, L]: all K ids are the fill. The first column rules out most rows cheaply."""
-    fill = fill_value(ids_TLK.dtype)
-    missing_TL: Array = ids_TLK[..., 0] == fill
-    if missing_TL.any():
-        missing_TL &= (ids_TLK == fill).all(-1)
-    return missing_TL
-
-
-def _check_range(ids_TLK: Array, routes: Routes) -> None:
-    """Every id in [0, num_experts), or its whole row is missing."""
-    if ids_TLK.size == 0:
-        return
-    fill = fill_value(ids_TLK.dtype)
-    top, low = int(ids_TLK.max()), (int(ids_TLK.min()) if ids_TLK.dtype.kind == "i" else 0)
-    if low >= 0 and top < routes.num_experts and not routes.layer_top_k:
-        return
-    bad_TLK = ((ids_TLK < 0) | (ids_TLK >= routes.num_experts)) & ~_missing(ids_TLK)[..., None]
-    if routes.layer_top_k:
-        bad_TLK = np.where(routes.used_LK, bad_TLK, ids_TLK != fill)
-    if not bad_TLK.any():
-        return
-    t, c, k = (int(i) for i in np.argwhere(bad_TLK)[0])
-    row = ids_TLK[t, c].tolist()
-    remedy = "check num_experts, and columns of shared experts"
-    if k >= routes.top_k_L[c]:
-        raise UserError(
-            f"token {routes.start + t} layer {routes.layer_ids[c]} chooses {routes.top_k_L[c]} experts, the places "
-            f"after them must hold {fill}: row {row} ({int(bad_TLK.sum())} such places)"
-        )
-    if row[k] == fill:
-        remedy = "a row may be missing as a whole only"
-    raise UserError(
-        f"token {routes.start + t} layer {routes.layer_ids[c]}: expert id {row[k]} is not in "
-        f"0..{routes.num_experts - 1} (row {row}, {int(bad_TLK.sum())} such ids): {remedy}"
-    )
-
-
-def _narrow(ids_TLK: Array, narrow: np.dtype[Any], layer_top_k: tuple[int, ...] | None) -> Array:
-    """Cast ids that are known to be in range; the fill becomes the narrow type's fill."""
-    out_TLK = ids_TLK.astype(narrow)
-    source, target = fill_value(ids_TLK.dtype), fill_value(narrow)
-    # Two's complement turns -1 into 255 and 65535 into -1 by itself; only a widening cast needs the explicit step.
-    if ids_TLK.dtype.itemsize < narrow.itemsize and ids_TLK.dtype.kind == "u" and (ids_TLK == source).any():
-        out_TLK[ids_TLK == source if layer_top_k else _missing(ids_TLK)] = target
-    return out_TLK
-
-
-def _check_distinct(routes: Routes) -> None:
-    """The K ids of a row differ from each other, unless the row is missing or they are of unused places."""
-    top_k, fill = routes.top_k, fill_value(routes.dtype)
-    tokens = max(1, CHECK_ROWS // len(routes.layer_ids))
-    for first in range(0, len(routes) if top_k > 1 else 0, tokens):
-        block_TLK = routes.experts_TLK[first : first + tokens]
-        # One line per choice makes each comparison a pass over contiguous memory: 10 times a sort of every row.
-        columns_KN = np.ascontiguousarray(block_TLK.reshape(-1, top_k).T)
-        same_N = np.zeros(columns_KN.shape[1], dtype=bool)
-        for k in range(1, top_k):
-            for j in range(k):
-                equal_N = columns_KN[j] == columns_KN[k]
-                same_N |= equal_N & (columns_KN[k] != fill) if routes.layer_top_k else equal_N
-        if not same_N.any():
-            continue
-        bad_TL = same_N.reshape(block_TLK.shape[:2]) & ~_missing(block_TLK)
-        if bad_TL.any():
-            t, c = (int(i) for i in np.argwhere(bad_TL)[0])
-            row = block_TLK[t, c].tolist()
-            raise UserError(
-                f"token {routes.start + first + t} layer {routes.layer_ids[c]}: "
-                f"the {top_k} experts must differ, got {row}"
-                + ("; an all-zero row was never recorded, or the layer is dense" if not any(row) else "")
-            )

@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from tracklayer.errors import UserError
 from tracklayer.routes.forms import RouteShape
-from tracklayer.routes.record import Array, Routes
+from tracklayer.routes.ids import Array
+from tracklayer.routes.record import Routes
 
 FORMAT = "tracklayer.routes/1"
 TYPE_NAMES = {"U8": np.uint8, "I16": np.int16, "I32": np.int32, "I64": np.int64}

@@ -17,7 +17,7 @@ import torch
 
 from tracklayer.errors import SelfTestError
 from tracklayer.kernels.dispatch import reference_kernels
-from tracklayer.routes.record import fill_value
+from tracklayer.routes.ids import fill_value
 from tracklayer.runner.kv_cache import Caches
 from tracklayer.runner.mixed_graphs import MixedGraphs, Size
 from tracklayer.runner.runner import Array, Runner
