@@ -128,7 +128,7 @@ class EngineCore:
         if ended is not None and ended.finish is not None:
             self._close([ended])
 
-    def release(self) -> None:
+    def release_held(self) -> None:
         """Queue the requests that came while `holding`."""
         self.holding = False
         held, self.held = self.held, []

@@ -114,7 +114,7 @@ class Operations:
             core.weight_load_s = time.perf_counter() - began
             core.memory.source.path = model_path
         finally:
-            core.release()
+            core.release_held()
         message = "Succeeded to update model weights."
         if weight_version is not None:
             core.weight_version = weight_version
