@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("name", ["attention", "linear", "norm_rope", "sample"])
+@pytest.mark.parametrize("name", ["attention", "linear", "mla", "norm_rope", "sample"])
 def test_smoke(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent))
     bench = importlib.import_module(f"benchmarks.kernels.bench_{name}")

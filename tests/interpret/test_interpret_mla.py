@@ -64,12 +64,14 @@ def test_chunks_beside_decodes(w, rows):
     )  # fmt: skip
 
 
-def test_no_splits_are_made_that_nothing_could_fill():
-    assert lone_splits(1, 2, 32768, 64, 132) == 66
-    assert lone_splits(64, 2, 32768, 64, 132) == 1
-    assert lone_splits(256, 2, 32768, 64, 132) == 1
-    assert lone_splits(1, 1, 100, 64, 132) == 1
-    assert lone_splits(1, 1, 1 << 20, 64, 132) == 128
+def test_splits_fill_the_device_in_whole_turns():
+    """One alone takes nearly all multiprocessors; a count just above them is cut finer; nothing gets no keys."""
+    assert 60 <= lone_splits(1, 2, 32768, 64, 132) <= 66
+    assert lone_splits(16, 2, 40960, 64, 132) * 32 in range(100, 133)
+    assert lone_splits(64, 2, 32768, 64, 132) == lone_splits(256, 2, 32768, 64, 132) == 1
+    turns = -(-140 * lone_splits(70, 2, 32768, 64, 132) // 132) / lone_splits(70, 2, 32768, 64, 132)
+    assert turns < 1.2 < 2
+    assert lone_splits(1, 1, 100, 64, 132) == 1 and lone_splits(1, 1, 1 << 20, 64, 132) > 60
 
 
 def test_sequences_marked_as_others_are_left_alone():

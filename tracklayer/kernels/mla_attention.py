@@ -13,6 +13,7 @@ a share leave at once. Programs of one split of a sequence are neighbours: they 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -229,10 +230,20 @@ def _add_splits_kernel(
     tl.store(out_at, (acc / whole).to(out_ptr.dtype.element_ty), mask=c < C)
 
 
+@cache
 def lone_splits(sequences: int, head_blocks: int, max_len: int, block: int, sms: int) -> int:
-    """Splits from the host's bounds: a program a multiprocessor, which is all that its shared memory admits."""
-    useful = -(-max_len // (2 * block))
-    return max(1, min(sms // max(sequences * head_blocks, 1), useful, MAX_SPLITS))
+    """Splits from the host's bounds that end soonest, when a multiprocessor's shared memory admits one program.
+
+    Counted in blocks of keys, at a context of 16,384 or the bound: a program's start and end cost two, what it leaves
+    for the addition two more, the second launch two.
+    """
+    blocks, programs = -(-min(max_len, 16384) // block), sequences * head_blocks
+
+    def cost(splits: int) -> int:
+        turns = -(-programs * splits // sms)
+        return turns * (-(-blocks // splits) + (4 if splits > 1 else 2)) + 2 * (splits > 1)
+
+    return min(range(1, max(min(-(-max_len // (2 * block)), MAX_SPLITS), 1) + 1), key=cost)
 
 
 def fitting(width: int, rows: int, itemsize: int, shared: int) -> tuple[int, int]:
