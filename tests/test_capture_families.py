@@ -1,11 +1,14 @@
-"""What breaks the record elsewhere and no other test of a family reaches: identity experts, the last slots."""
+"""What breaks the record elsewhere and no other test of a family reaches: identity and masked experts, last slots."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import tiny
+import torch
 from parity import Mode, Reference, compare, generate, tiny_engine
+
+from tracklayer.layers.router import TopK
 
 
 def test_identity_experts_keep_their_own_ids(tmp_path):
@@ -20,6 +23,28 @@ def test_identity_experts_keep_their_own_ids(tmp_path):
     mode = Mode()
     compare(core, reference, answers, mode, 0, None)
     assert mode.ok, mode.wrong[:4]
+
+
+def test_masked_experts_that_fill_up_are_ids_with_a_weight_of_zero(tmp_path):
+    """DeepSeek-V2: groups of one leave two experts for a top-3. The third has weight 0, but its place is no gap."""
+    overrides = {"n_group": 8, "topk_group": 2, "num_experts_per_tok": 3}
+    reference = Reference(tiny.save("deepseek_v2", tmp_path, **overrides))
+    core = tiny_engine(tmp_path)
+    seen = {m.column: [] for m in core.model.decoder.modules() if isinstance(m, TopK)}
+    for module in core.model.decoder.modules():
+        if isinstance(module, TopK):
+            module.register_forward_hook(lambda m, args, routing: seen[m.column].append(routing))
+    answer = generate(core, {"a": list(range(5, 45))}, 3)["a"]
+    _, expected = reference((answer.prompt + answer.tokens)[:-1])
+    for column, layer in enumerate(core.info.layer_ids):
+        ids_TK = torch.cat([r.ids_TK for r in seen[column]])[: len(answer.routes)]
+        weights_TK = torch.cat([r.weights_TK for r in seen[column]])[: len(answer.routes)]
+        np.testing.assert_array_equal(answer.routes[:, column], ids_TK)
+        assert ((weights_TK == 0).sum(-1) == 1).all() and (weights_TK >= 0).all()
+        assert (ids_TK.sort(-1).values.diff(dim=-1) > 0).all() and 0 <= ids_TK.min() <= ids_TK.max() < 8
+        weighed = ids_TK[weights_TK > 0].view(-1, 2).tolist()
+        theirs = expected[layer].tolist()
+        assert all(set(own) <= set(others) for own, others in zip(weighed, theirs, strict=True))
 
 
 @pytest.mark.parametrize("variant", ["jamba", "qwen3_5_moe", "gpt_oss", "lfm2_moe"])
