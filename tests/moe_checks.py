@@ -23,6 +23,9 @@ ROUTERS = {
     "groups by max": RouterSpec(
         num_experts=20, top_k=3, num_groups=4, topk_groups=2, group_score="max", group_mask=0.0, scale=16.0
     ),
+    "groups hold too few": RouterSpec(
+        num_experts=20, top_k=7, num_groups=5, topk_groups=1, group_score="max", group_mask=0.0, scale=16.0
+    ),
     "softmax with bias": RouterSpec(num_experts=16, top_k=6, choice_bias=True, renormalize=True, renorm_min=1e-12),
     "zero experts": RouterSpec(num_experts=10, num_zero_experts=5, top_k=3, choice_bias=True, scale=6.0),
     "sqrt_softplus": RouterSpec(num_experts=16, top_k=6, score="sqrt_softplus", choice_bias=True, renormalize=True),
