@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tracklayer.kernels import activation, linear, norm, rope, rows, sample, sample_kernels
+from tracklayer.kernels import activation, linear, norm, qk_rope, rope, rows, sample, sample_kernels
 
 
 def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -56,16 +56,17 @@ def check_rope(device: str, dtype: torch.dtype, tokens: int, case: tuple) -> Non
     positions = torch.randint(0, 64, (tokens,), device=device).int()
     slots = (1 + torch.randperm(2 * tokens, device=device)[:tokens]).int()
     gains = [torch.randn(n * width if whole else width, device=device).to(dtype) for n in (heads, kv_heads)]
+    cut = qk_rope.Heads(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=width, value_dim=value_width, rope_dim=rope_dim,
+        interleaved=interleaved, q_norm_D=gains[0] if normed else None, k_norm_D=gains[1] if normed else None,
+        norm_offset=0.5, norm_whole=whole, norm_after_rope=after,
+    )  # fmt: skip
     results = []
-    for run in (rope.launch_qk_rope_store, rope.qk_rope_store_ref):
+    for run in (qk_rope.launch_qk_rope_store, qk_rope.qk_rope_store_ref):
         k = torch.zeros(2 * tokens + 1, kv_heads, width, device=device, dtype=dtype)
         v = torch.zeros(2 * tokens + 1, kv_heads, value_width, device=device, dtype=dtype)
         x = qkv.clone()
-        q = run(
-            x, table, positions, slots, k, v, num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
-            value_dim=value_width, q_norm_D=gains[0] if normed else None, k_norm_D=gains[1] if normed else None,
-            norm_whole=whole, norm_after_rope=after, norm_offset=0.5, rope_dim=rope_dim, interleaved=interleaved,
-        )  # fmt: skip
+        q = run(x, table, positions, slots, k, v, cut)
         results.append((q, k, v, x))
     for got, want in zip(*results, strict=True):
         close(got, want, dtype)

@@ -9,7 +9,8 @@ import torch
 
 from tracklayer.kernels.activation import act_mul
 from tracklayer.kernels.norm import add_rms_norm, layer_norm, rms_norm
-from tracklayer.kernels.rope import qk_rope_store, rope_frequencies, rope_table, yarn_mscale
+from tracklayer.kernels.qk_rope import Heads, qk_rope_store
+from tracklayer.kernels.rope import rope_frequencies, rope_table, yarn_mscale
 
 
 def exact_rms(x, gain, eps, offset):
@@ -166,11 +167,12 @@ def test_qk_rope_store(interleaved, rope_dim, norm, after):
     k, v = torch.full((12, kv_heads, width), 7.0), torch.full((12, kv_heads, value_width), 7.0)
     table = rope_table(rope_dim, 1e4, None, 64) if rope_dim else None
     original = qkv.clone()
-    q = qk_rope_store(
-        qkv, table, positions, slots, k, v, num_heads=heads, num_kv_heads=kv_heads, head_dim=width,
-        value_dim=value_width, q_norm_D=gains[0], k_norm_D=gains[1], norm_whole=norm == "whole", norm_eps=1e-6,
-        norm_after_rope=after, rope_dim=rope_dim, interleaved=interleaved,
+    cut = Heads(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=width, value_dim=value_width, rope_dim=rope_dim,
+        interleaved=interleaved, q_norm_D=gains[0], k_norm_D=gains[1], norm_whole=norm == "whole", norm_eps=1e-6,
+        norm_after_rope=after,
     )  # fmt: skip
+    q = qk_rope_store(qkv, table, positions, slots, k, v, cut)
     parts = original.split([heads * width, kv_heads * width, kv_heads * value_width], -1)
     for part, gain, got in zip(parts[:2], gains, (q, k[slots.long()]), strict=True):
         if norm == "whole":
@@ -199,10 +201,10 @@ def test_qk_rope_store_refuses_widths_that_do_not_add_up():
     k = v = torch.zeros(2, 1, 16)
     heads = dict(num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16)
     with pytest.raises(ValueError, match="width 65, its heads need 64"):
-        qk_rope_store(torch.zeros(1, 65), None, index, index, k, v, **heads, rope_dim=0)
+        qk_rope_store(torch.zeros(1, 65), None, index, index, k, v, Heads(**heads, rope_dim=0))
     with pytest.raises(ValueError, match="at most the head width 16, got 18"):
-        qk_rope_store(torch.zeros(1, 64), None, index, index, k, v, **heads, rope_dim=18)
+        Heads(**heads, rope_dim=18)
     with pytest.raises(ValueError, match="rope_dim 8 needs a table"):
-        qk_rope_store(torch.zeros(1, 64), None, index, index, k, v, **heads, rope_dim=8)
+        qk_rope_store(torch.zeros(1, 64), None, index, index, k, v, Heads(**heads, rope_dim=8))
     with pytest.raises(ValueError, match="both q and k"):
-        qk_rope_store(torch.zeros(1, 64), None, index, index, k, v, **heads, rope_dim=0, q_norm_D=torch.ones(16))
+        Heads(**heads, rope_dim=0, q_norm_D=torch.ones(16))

@@ -13,7 +13,8 @@ import torch
 from benchmarks.kernels.common import copies_for, report, row, time_us
 from tracklayer.kernels.activation import act_mul
 from tracklayer.kernels.norm import add_rms_norm
-from tracklayer.kernels.rope import qk_rope_store, rope_table
+from tracklayer.kernels.qk_rope import Heads, qk_rope_store
+from tracklayer.kernels.rope import rope_table
 from tracklayer.kernels.rows import fill_rows, gather_rows
 
 N, H, D, WIDTH, SLOTS, LAYERS, CHOSEN = 32, 4, 128, 2048, 200_000, 48, 8
@@ -34,9 +35,9 @@ def bench(tokens: int) -> list[dict]:
     slots = torch.randperm(SLOTS, device=DEVICE)[:tokens].int()
     positions = torch.randint(0, 4096, (tokens,), device=DEVICE).int()
     size = tokens * D * 2 * (2 * (N + 2 * H) + H)
-    heads = dict(num_heads=N, num_kv_heads=H, head_dim=D, value_dim=D, rope_dim=D, q_norm_D=gain, k_norm_D=gain)
+    heads = Heads(num_heads=N, num_kv_heads=H, head_dim=D, value_dim=D, rope_dim=D, q_norm_D=gain, k_norm_D=gain)
     run = [
-        partial(qk_rope_store, bf16(tokens, (N + 2 * H) * D), table, positions, slots, *cache, **heads)
+        partial(qk_rope_store, bf16(tokens, (N + 2 * H) * D), table, positions, slots, *cache, heads)
         for _ in range(copies_for(size))
     ]
     results.append(row(f"qk_rope_store T={tokens}", time_us(run), num_bytes=size))

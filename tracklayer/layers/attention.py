@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tracklayer.kernels.attention import paged_attention
 from tracklayer.kernels.attention_rule import Rule
 from tracklayer.kernels.norm import AddNorm, rms_norm
-from tracklayer.kernels.rope import qk_rope_store
+from tracklayer.kernels.qk_rope import Heads, qk_rope_store
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.linear import Linear
 from tracklayer.layers.parts import Part, parameter
@@ -38,6 +38,21 @@ class Attention(nn.Module):
             widths = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (width_q, width_k)
             make = parameter if spec.qk_norm_weight else torch.ones
             self.q_norm, self.k_norm = make(widths[0]), make(widths[1])
+        normed_before = spec.clip_qkv is not None  # norms come before the clip, which comes before the rotation
+        self.heads = Heads(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            value_dim=spec.value_dim,
+            rope_dim=spec.rope.dim if spec.rope else 0,
+            interleaved=bool(spec.rope and spec.rope.interleaved),
+            q_norm_D=None if normed_before else self.q_norm,
+            k_norm_D=None if normed_before else self.k_norm,
+            norm_eps=spec.norm.eps,
+            norm_offset=spec.norm.offset,
+            norm_whole=spec.qk_norm == "whole",
+            norm_after_rope=spec.qk_norm_after_rope,
+        )
         self.sinks = parameter(spec.num_heads) if spec.sinks else None
         self.rule = Rule(
             scale=spec.scale if spec.scale is not None else spec.head_dim**-0.5,
@@ -52,7 +67,6 @@ class Attention(nn.Module):
         spec = self.spec
         k_SHD, v_SHE = batch.kv[self.cache]
         qkv_TX = self._project(x)
-        q_norm, k_norm = (None, None) if spec.clip_qkv is not None else (self.q_norm, self.k_norm)
         q_TND = qk_rope_store(
             qkv_TX,
             self.cos_sin_PD,
@@ -60,21 +74,9 @@ class Attention(nn.Module):
             batch.slots_T,
             k_SHD,
             v_SHE,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            value_dim=spec.value_dim,
-            q_norm_D=q_norm,
-            k_norm_D=k_norm,
-            norm_whole=spec.qk_norm == "whole",
-            norm_eps=spec.norm.eps,
-            norm_offset=spec.norm.offset,
-            norm_after_rope=spec.qk_norm_after_rope,
-            rope_dim=spec.rope.dim if spec.rope else 0,
-            interleaved=bool(spec.rope and spec.rope.interleaved),
+            self.heads,
         )
-        kv_TX = qkv_TX[:, spec.num_heads * spec.head_dim :]  # k is finished in place
-        k_TX, v_TX = kv_TX.split([spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim], -1)
+        _, k_TX, v_TX = qkv_TX.split(self.heads.widths, -1)  # k is finished in place
         if spec.q_temperature is not None:
             growth, step = spec.q_temperature
             factor_T = 1 + growth * torch.log1p(torch.floor((batch.positions_T + 1) / step))
