@@ -37,6 +37,8 @@ class MLA(nn.Module):
         super().__init__()
         self.spec = spec
         self.cache = cache
+        if spec.rope is not None and spec.rope.dim != spec.rope_dim:
+            raise ValueError(f"latent attention turns all {spec.rope_dim} dims with position, got {spec.rope.dim}")
         self.cos_sin_PR = cos_sin_PR if spec.rope is not None else None
         self.interleaved = spec.rope is not None and spec.rope.interleaved
         self.scale = spec.scale * spec.q_scale
