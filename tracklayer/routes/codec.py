@@ -14,22 +14,19 @@ readings, `decode` refuses and names both. numpy only.
 
 from __future__ import annotations
 
-import base64
 import binascii
-import io
-import math
 import operator
-import tokenize
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from tracklayer.errors import UserError, malformed
+from tracklayer.routes.containers import brief, from_bytes, pack, reshape, text_to_bytes, unpack
 from tracklayer.routes.forms import Form, RouteShape, resolve_form
 from tracklayer.routes.ids import Array, fill_value, narrow_dtype
+from tracklayer.routes.readings import read_sizes
 from tracklayer.routes.record import Routes
 
 PACKED = "tracklayer.routes/1"
@@ -56,7 +53,7 @@ def encode(routes: Routes, form: str | Form, shape: RouteShape | None = None, **
         routes.require_complete()
     dtype = np.dtype(form.dtype or _written_dtype(routes, form))
     if form.container != "base64" or form.axes != "TLK":
-        return _pack(_wire_array(routes, form, shape, dtype), form.container, routes.start)
+        return pack(_wire_array(routes, form, shape, dtype), form.container, routes.start)
     return _base64_text(routes, form, shape, dtype)
 
 
@@ -100,30 +97,6 @@ def _column_index(layer_ids: tuple[int, ...]) -> slice | list[int]:
     return slice(layer_ids[0], layer_ids[-1] + 1, step) if spaced else list(layer_ids)
 
 
-def _pack(ids: Array, container: str, start: int) -> Any:
-    """Put an array of `_wire_array` into its container."""
-    flat = ids.reshape(-1).view(np.uint8).data
-    match container:
-        case "base64":
-            return binascii.b2a_base64(flat, newline=False).decode("ascii")
-        case "base85":
-            return base64.b85encode(flat).decode("ascii")
-        case "bytes":
-            return bytes(flat)
-        case "npy" | "npy_base64":
-            header = io.BytesIO()
-            np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(ids))
-            blob = b"".join([header.getvalue(), flat])
-            return blob if container == "npy" else binascii.b2a_base64(blob, newline=False).decode("ascii")
-        case "array":
-            return np.array(ids)
-        case "list":
-            return ids.tolist()
-        case "raw":
-            return {"data": bytes(flat), "shape": list(ids.shape), "dtype": str(ids.dtype), "start": start}
-    raise UserError(f"unknown container {container!r}")
-
-
 # reading
 
 
@@ -149,8 +122,8 @@ def decode(
     """
     form = resolve_form(form, declared)
     with malformed("the payload"):
-        ids, start = _unpack(payload, form, start)
-    reading = _read_sizes(ids, form, shape, start, num_tokens, shape.top_k + shared_columns)
+        ids, start = unpack(payload, form, start)
+    reading = read_sizes(ids, form, shape, start, num_tokens, shape.top_k + shared_columns)
     ids = ids.reshape(reading.lengths(form.axes))
     if form.axes == "LTK":
         ids = ids.transpose(1, 0, 2)
@@ -164,152 +137,6 @@ def decode(
             ids = ids.astype(np.int32)
             ids[zero_TL] = -1
     return Routes(ids, shape.layer_ids, shape.num_experts, start, layer_top_k=shape.layer_top_k, check=check)
-
-
-def _unpack(payload: Any, form: Form, start: int) -> tuple[Array, int]:
-    """The ids as an array, flat where the container says no shape, and the position of the first row."""
-    match form.container:
-        case "base64" | "base85" | "bytes":
-            if form.dtype is None:
-                raise UserError(f'flat {form.container} does not say its type: declare it, e.g. dtype="int32"')
-            blob = payload if form.container == "bytes" else _text_to_bytes(payload, form.container)
-            return _from_bytes(blob, form.dtype), start
-        case "npy" | "npy_base64":
-            blob = payload if form.container == "npy" else _text_to_bytes(payload, "base64")
-            return _from_npy(blob), start
-        case "raw":
-            keys = ("data", "shape", "dtype")
-            if not isinstance(payload, Mapping) or any(key not in payload for key in keys):
-                raise UserError(f"raw routes are a mapping with {', '.join(keys)}, got {_brief(payload)}")
-            said = payload.get("start")
-            if said is not None and start not in (0, said):
-                raise UserError(f"start {start} was asked for but the payload says that its rows start at {said}")
-            ids = _from_bytes(payload["data"], str(payload["dtype"]))
-            return _reshape(ids, payload["shape"]), start if said is None else operator.index(said)
-    try:
-        ids = np.asarray(payload)
-    except ValueError as error:
-        raise UserError(f"nested lists must be [tokens][layers][top_k] of equal lengths: {error}") from error
-    said = np.dtype(form.dtype or np.int32)
-    if ids.size == 0 or (form.container == "list" and said.kind == "u" and _within(ids, said)):
-        ids = ids.astype(said)  # a list does not say it, and the largest value of the type is its fill
-    if ids.dtype.kind not in "iu":
-        raise UserError(f"expert ids must be integers, got an array of {ids.dtype} {list(ids.shape)}")
-    return ids, start
-
-
-def _within(ids: Array, dtype: np.dtype[Any]) -> bool:
-    return ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() <= np.iinfo(dtype).max
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
-
-
-def _text_to_bytes(text: Any, container: str) -> bytes:
-    if not isinstance(text, (str, bytes)):
-        raise UserError(f"routes should be {container} text, got {_brief(text)}")
-    try:
-        return binascii.a2b_base64(text, strict_mode=True) if container == "base64" else base64.b85decode(text)
-    except ValueError as error:
-        raise UserError(f"routes are not {container}: {error}") from error
-
-
-def _from_bytes(blob: Any, dtype: str) -> Array:
-    try:
-        kind = np.dtype(dtype)
-    except TypeError as error:
-        raise UserError(f"unknown type of ids {dtype!r}") from error
-    if kind.kind not in "iu":
-        raise UserError(f"ids can not be {dtype!r}: they are integers")
-    size_bytes = memoryview(blob).nbytes
-    if size_bytes % kind.itemsize:
-        raise UserError(f"{size_bytes} bytes are not a whole number of {dtype}")
-    return np.frombuffer(blob, kind if kind.byteorder in "<>" else kind.newbyteorder("<"))
-
-
-def _from_npy(blob: bytes) -> Array:
-    """The array of a .npy file, a view of its bytes."""
-    file = io.BytesIO(blob)
-    try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran_order, dtype = read(file)
-    except (ValueError, EOFError, tokenize.TokenError) as error:  # numpy parses the header as Python
-        raise UserError(f"not a .npy file: {error}") from error
-    ids = _from_bytes(memoryview(blob)[file.tell() :], dtype.str)
-    return _reshape(ids, shape[::-1]).T if fortran_order else _reshape(ids, shape)
-
-
-def _reshape(ids: Array, shape: Any) -> Array:
-    lengths = tuple(operator.index(n) for n in shape)
-    if min(lengths, default=0) < 0 or math.prod(lengths) != ids.size:
-        raise UserError(f"{ids.size} ids do not fill the shape {list(lengths)} that comes with them")
-    return ids.reshape(lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """One way to read a payload's size: rows x columns x width."""
-
-    layers: str
-    last_row: bool | None
-    rows: int
-    columns: int
-    width: int
-
-    def lengths(self, axes: str) -> tuple[int, int, int]:
-        return (self.rows, self.columns, self.width) if axes == "TLK" else (self.columns, self.rows, self.width)
-
-    def __str__(self) -> str:
-        last = "" if self.last_row is None else f", {'with' if self.last_row else 'without'} a row for the last token"
-        return f'{self.rows} rows x {self.columns} layers (layers="{self.layers}") x {self.width}{last}'
-
-
-def _read_sizes(ids: Array, form: Form, shape: RouteShape, start: int, num_tokens: int | None, width: int) -> _Reading:
-    """The one reading of the payload's size that the declarations leave; refuses none and several."""
-    if ids.ndim not in (1, 3):
-        raise UserError(f"routes should be flat or [tokens, layers, top_k], got shape {list(ids.shape)}")
-    declared = _readings(ids, form, shape, start, num_tokens, width)
-    if len(declared) == 1:
-        return declared[0]
-    if declared:
-        both = "; or ".join(str(reading) for reading in declared)
-        raise UserError(f"{_size(ids)} can be read as {both}: declare layers, last_row or num_tokens")
-    expected = f"{shape.top_k} experts of {len(shape.layer_ids)} MoE layers ({shape.num_hidden_layers} decoder layers)"
-    if num_tokens is not None:
-        expected += f", sequence of {num_tokens} tokens from position {start}"
-    open_form = replace(form, layers=None, last_row=None)
-    fits = [str(r) for s in {start, 0} for r in _readings(ids, open_form, shape, s, num_tokens, width)]
-    hint = f"; it would fit as {'; or '.join(fits)}" if fits else "; it may have columns of shared experts"
-    hint += " from position 0 (was start ignored?)" if fits and start else ""
-    raise UserError(f"{_size(ids)} is not what was declared: {expected}{hint}")
-
-
-def _size(ids: Array) -> str:
-    return f"a payload of {ids.size} ids" if ids.ndim == 1 else f"an array {list(ids.shape)}"
-
-
-def _readings(
-    ids: Array, form: Form, shape: RouteShape, start: int, num_tokens: int | None, width: int
-) -> list[_Reading]:
-    """Every reading of the payload's size that the form, the model and the token count allow."""
-    axes = [form.layers] if form.layers else ["moe"] + ["all"] * (shape.num_hidden_layers is not None)
-    lasts = [form.last_row] if form.last_row is not None else [False, True]
-    found: dict[tuple[int, int], _Reading] = {}
-    for layers in axes:
-        columns = shape.columns(layers)
-        for last in lasts if num_tokens is not None else [None]:
-            rows = ids.size // (columns * width) if num_tokens is None else num_tokens - start - (not last)
-            rows = max(rows, 0)
-            reading = _Reading(layers, last, rows, columns, width)
-            lengths = reading.lengths(form.axes)
-            if (ids.shape == lengths) if ids.ndim == 3 else (ids.size == rows * columns * width):
-                found.setdefault((rows, columns), reading)
-    if ids.size == 0 and len(found) > 1 and len({rows for rows, _ in found}) == 1:
-        return list(found.values())[:1]  # no rows: every layer axis reads the same
-    return list(found.values())
 
 
 def _check_dense(ids: Array, form: Form, shape: RouteShape, start: int) -> None:
@@ -340,7 +167,7 @@ def encode_packed(routes: Routes, *, binary: bool = False) -> dict[str, Any]:
 
     It has `layer_top_k` only where layers choose different numbers of experts.
     """
-    data = _pack(np.ascontiguousarray(routes.experts_TLK), "bytes" if binary else "base64", 0)
+    data = pack(np.ascontiguousarray(routes.experts_TLK), "bytes" if binary else "base64", 0)
     return {
         "format": PACKED,
         "dtype": str(routes.dtype),
@@ -359,7 +186,7 @@ def decode_packed(payload: Mapping[str, Any], *, check: bool = True) -> Routes:
     Raises UserError for another format, type or size.
     """
     if not isinstance(payload, Mapping) or payload.get("format") != PACKED:
-        raise UserError(f"packed routes are an object with format {PACKED!r}, got {_brief(payload)}")
+        raise UserError(f"packed routes are an object with format {PACKED!r}, got {brief(payload)}")
     lacking = [key for key in ("dtype", "shape", "start", "layer_ids", "num_experts", "data") if key not in payload]
     if lacking:
         raise UserError(f"packed routes lack {', '.join(lacking)}")
@@ -369,7 +196,7 @@ def decode_packed(payload: Mapping[str, Any], *, check: bool = True) -> Routes:
         if len(shape) != 3 or payload["dtype"] != str(narrow_dtype(num_experts, 1 if layer_top_k else int(shape[2]))):
             raise UserError(f"{payload['dtype']} of shape {shape} is not how {num_experts} experts are packed")
         data = payload["data"]
-        blob = _text_to_bytes(data, "base64") if isinstance(data, str) else data
-        ids_TLK = _reshape(_from_bytes(blob, payload["dtype"]), shape)
+        blob = text_to_bytes(data, "base64") if isinstance(data, str) else data
+        ids_TLK = reshape(from_bytes(blob, payload["dtype"]), shape)
         start = operator.index(payload["start"])
         return Routes(ids_TLK, payload["layer_ids"], num_experts, start, layer_top_k=layer_top_k, check=check)
