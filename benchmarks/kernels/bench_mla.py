@@ -80,6 +80,8 @@ def schedules(heads: int, sequences: int, context: int) -> dict[str, Schedule]:
     block = 64
     splits = lone_splits(sequences, -(-heads // 64), BOUND, block, num_sms(torch.device(DEVICE)))
     tries = {
+        "by hand": Schedule(hopper=True),
+        "by hand, bf16 parts": Schedule(hopper=True, part_dtype=torch.bfloat16),
         "32 keys": Schedule(block=32, stages=3),
         "32 keys, 2 in flight": Schedule(block=32, stages=5),
         "64 keys, slots not ahead": Schedule(block=64, stages=2),

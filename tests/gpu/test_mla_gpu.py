@@ -53,13 +53,25 @@ SCHEDULES = [
     Schedule(block=32, stages=5),
     Schedule(block=64, stages=2),
     Schedule(block=64, rows=32),
+    Schedule(hopper=True),
+    Schedule(hopper=True, splits=1),
+    Schedule(hopper=True, splits=128, part_dtype=BF16),
 ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.block}-{s.stages}-{s.splits}")
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.block}-{s.stages}-{s.splits}-{s.hopper}")
 @pytest.mark.parametrize("w", [V3, MOONLIGHT], ids=str)
 def test_every_schedule(w, schedule):
     checks.check_attention([1] * 3, [5000, 77, 1], w, "cuda", BF16, schedule=schedule)
+
+
+@pytest.mark.parametrize("w", [V3, MOONLIGHT, FLASH, Widths(70, 128, 64, 128, 512, None)], ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_by_hand_on_hopper(tokens, w):
+    """The schedule by hand, over lengths around a block's and a pair's, beside slots that are NaN."""
+    lens = [5000, 1, 63, 64, 65, 0, 127, 128, 129, *torch.randint(1, 2000, (tokens,)).tolist()][:tokens]
+    for splits in (None, 1, 5):
+        checks.check_attention([1] * tokens, lens, w, "cuda", BF16, schedule=Schedule(hopper=True, splits=splits))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])

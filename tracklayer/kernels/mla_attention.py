@@ -22,6 +22,7 @@ from tracklayer.kernels.attention import paged_attention_ref
 from tracklayer.kernels.attention_rule import Rule
 from tracklayer.kernels.dispatch import use_triton
 from tracklayer.kernels.jit import LOG2E, await_previous, has_pdl, jit, next_power_of_2, num_sms, shared_bytes, tl
+from tracklayer.kernels.mla_hopper import KEYS, hopper_latent_attention, serves_latents
 
 MAX_SPLITS = 128
 
@@ -30,7 +31,8 @@ MAX_SPLITS = 128
 class Schedule:
     """How the kernel is cut: rows of a program, keys of a block, its stages and warps, splits of a lone token's cache.
 
-    None: by rule. part_dtype: what the splits' results are kept in until they are added.
+    None: by rule. part_dtype: what the splits' results are kept in until they are added. hopper: by mla_hopper.py where
+    it serves, whose rows, keys and warps are its own.
     """
 
     rows: int | None = None
@@ -39,6 +41,7 @@ class Schedule:
     warps: int | None = None
     splits: int | None = None
     part_dtype: torch.dtype = torch.float32
+    hopper: bool = False
 
 
 def latent_attention(
@@ -298,13 +301,14 @@ def _launch(
     tokens, heads, width = q_TND.shape
     sequences, latent, device = len(lens_B), out_TNC.shape[2], q_TND.device
     lone, itemsize = starts_B1 is None, q_TND.element_size()
-    rows = schedule.rows or (64 if itemsize == 2 else 16)
+    hopper = lone and schedule.hopper and serves_latents(q_TND, k_SHD, latent)
+    rows = 64 if hopper else schedule.rows or (64 if itemsize == 2 else 16)
     per_block = min(max(next_power_of_2(heads), 16 if lone else 1), rows)
     token_rows = 1 if lone else rows // per_block
     head_blocks = -(-heads // per_block)
     padded = max(next_power_of_2(latent), 16) + max(next_power_of_2(width - latent), 16)
     block, stages = fitting(padded, per_block * token_rows, itemsize, shared_bytes(device))
-    block, stages = schedule.block or block, schedule.stages or stages
+    block, stages = KEYS if hopper else schedule.block or block, schedule.stages or stages
     splits = 1
     if lone:
         splits = schedule.splits or lone_splits(sequences, head_blocks, max_len, block, num_sms(device))
@@ -313,15 +317,21 @@ def _launch(
         target = torch.empty(sequences * heads * splits, latent, dtype=schedule.part_dtype, device=device)
         sums = torch.empty(sequences * heads * splits, dtype=torch.float32, device=device)
     pdl = has_pdl(device)
-    blocks = sequences * splits if lone else -(-tokens // token_rows) + sequences
-    _latent_attention_kernel[(blocks * head_blocks,)](
-        q_TND, k_SHD, target, sums, slot_table_RC, rows_B, starts_B1, lens_B, sequences, splits, q_TND.stride(0),
-        q_TND.stride(1), k_SHD.stride(0), out_TNC.stride(0), slot_table_RC.stride(0), scale * LOG2E, N=heads, C=latent,
-        CP=max(next_power_of_2(latent), 16), R=width - latent, RP=max(next_power_of_2(width - latent), 16),
-        HB=per_block, TOKENS=token_rows, L=block, LONE=lone, SPLIT=splits > 1,
-        PRECISION="ieee" if itemsize == 4 else "tf32", STAGES=stages, PDL=pdl, launch_pdl=pdl,
-        num_warps=schedule.warps or (8 if latent > 256 else 4),
-    )  # fmt: skip
+    if hopper:
+        hopper_latent_attention(
+            q_TND, k_SHD, target, sums, slot_table_RC=slot_table_RC, rows_B=rows_B, lens_B=lens_B, splits=splits,
+            out_stride=out_TNC.stride(0), scale=scale,
+        )  # fmt: skip
+    else:
+        blocks = sequences * splits if lone else -(-tokens // token_rows) + sequences
+        _latent_attention_kernel[(blocks * head_blocks,)](
+            q_TND, k_SHD, target, sums, slot_table_RC, rows_B, starts_B1, lens_B, sequences, splits, q_TND.stride(0),
+            q_TND.stride(1), k_SHD.stride(0), out_TNC.stride(0), slot_table_RC.stride(0), scale * LOG2E, N=heads,
+            C=latent, CP=max(next_power_of_2(latent), 16), R=width - latent,
+            RP=max(next_power_of_2(width - latent), 16), HB=per_block, TOKENS=token_rows, L=block, LONE=lone,
+            SPLIT=splits > 1, PRECISION="ieee" if itemsize == 4 else "tf32", STAGES=stages, PDL=pdl, launch_pdl=pdl,
+            num_warps=schedule.warps or (8 if latent > 256 else 4),
+        )  # fmt: skip
     if splits > 1:
         columns = min(max(next_power_of_2(latent), 16), 256)
         _add_splits_kernel[(sequences, heads, -(-latent // columns))](
