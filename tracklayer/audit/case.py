@@ -5,7 +5,7 @@ T rows, L MoE layers, E experts, K chosen, N wrong sets (a sample of them when t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from tracklayer.audit.scores import TIE_SIGMAS, Array, ReferenceScores
 
 MAX_SETS = 20_000  # wrong sets that hypotheses are tried on
 SEED = 0
+MIN_ROWS = 8  # fewer wrong rows do not tell a shift or a map from chance
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,15 @@ class Case:
             return f"all positions, {layers}"
         name = "position" if len(rows) == 1 else "positions"
         return f"{name} {spans((rows + self.start).tolist())}, {layers}"
+
+
+# Gives what it accounts for of the wrong sets, None when nothing.
+Detector = Callable[[Case], Finding | None]
+
+
+def pick_evenly(n: int, most: int) -> Array:
+    """At most `most` indices below n, evenly spread."""
+    return np.unique(np.linspace(0, n - 1, min(n, most)).astype(int)) if n else np.empty(0, int)
 
 
 def spans(ids: Sequence[int], limit: int = 6) -> str:

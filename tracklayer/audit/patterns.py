@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tracklayer.audit.case import MAX_SETS, Case, Finding, spans
-from tracklayer.audit.faults import MIN_ROWS, Detector, pick_evenly
+from tracklayer.audit.case import MAX_SETS, MIN_ROWS, Case, Detector, Finding, pick_evenly, spans
 from tracklayer.audit.scores import Array
 
 SAME_WEIGHTS_LIKE = 0.25  # affinity from which wrong rows count as made for these tokens
