@@ -124,7 +124,25 @@ def checks(device: str) -> dict[str, Callable[[], Any]]:
     found["sample"] = partial(small.check_sample, device, 5003, dtype)
     found["log-probabilities"] = partial(small.check_logprobs, device, 5003, torch.float32)
     found["linear"] = partial(small.check_linear, device, dtype, 2, 104, 19)
-    return found
+    return found | latent_checks(device, dtype)
+
+
+def latent_checks(device: str, dtype: Any) -> dict[str, Callable[[], Any]]:
+    """The same for latent attention (after `checks`, which finds the tests)."""
+    from mla_checks import Widths, check_absorb, check_attention, check_latent_store
+
+    from tracklayer.kernels.mla_attention import Schedule
+
+    found: dict[str, Callable[[], Any]] = {}
+    for w in (Widths(3, 10, 6, 7, 12, 9), Widths(5, 24, 16, 40, 16, None)):
+        found[f"latent store {w}"] = partial(check_latent_store, w, 5, device, dtype, interleaved=True)
+        found[f"latent products {w}"] = partial(check_absorb, w, 5, device, dtype)
+        found[f"latent chunks {w}"] = partial(
+            check_attention, [1, 1, 21, 9, 0], [70, 1, 60, 9, 5], w, device, dtype, num_decodes=2
+        )
+        found[f"latent decode {w}"] = partial(check_attention, [1] * 4, [1, 170, 0, 96], w, device, dtype)
+    wide = partial(check_attention, [1] * 4, [1, 200, 0, 129], Widths(5, 8, 64, 8, 512, None), device, dtype)
+    return found | {"latent decode 512": wide, "latent by hand": partial(wide, schedule=Schedule(hopper=True))}
 
 
 def run_bare(device: str, only: str, seconds: float, part: str) -> int:
