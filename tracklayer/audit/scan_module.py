@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tracklayer.audit.scan_flow import Flow, Scope, sources
+from tracklayer.audit.scan_flow import Flow, Scope
+from tracklayer.audit.scan_names import sources
 from tracklayer.audit.scan_scope import FUNCTIONS, Bindings, ClassInfo, Judgement, last_name, worst
 from tracklayer.audit.scan_state import Absent, Outcome, Outcomes, Present, Unknown
 
