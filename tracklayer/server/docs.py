@@ -10,6 +10,8 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from tracklayer.server import reply_bodies as replies
+from tracklayer.server import reply_control as control
+from tracklayer.server import reply_openai as openai
 from tracklayer.server.protocol import Body
 
 TEXT, JSON, EVENTS, MSGPACK = "text/plain", "application/json", "text/event-stream", "application/x-msgpack"
@@ -18,58 +20,58 @@ STRING = {"type": "string"}
 # path -> what a 200 holds, as JSON
 ANSWERS: dict[str, Any] = {
     "/generate": replies.Generated | list[replies.Generated],
-    "/v1/completions": replies.Completion,
-    "/v1/chat/completions": replies.ChatCompletion,
-    "/inference/v1/generate": replies.Inference,
-    "/tokenize": replies.Tokens,
-    "/detokenize": replies.Text,
-    "/v1/models": replies.Cards,
-    "/v1/models/{name}": replies.Card,
-    "/model_info": replies.ModelInfo,
-    "/get_model_info": replies.ModelInfo,
-    "/server_info": replies.ServerInfo,
-    "/get_server_info": replies.ServerInfo,
-    "/v1/loads": replies.Loads,
-    "/get_load": list[replies.OldLoad],
-    "/weight_version": replies.Version,
-    "/get_weight_version": replies.Version,
-    "/expert_load": replies.ExpertCounts,
-    "/pause_generation": replies.Done,
-    "/continue_generation": replies.Done,
-    "/update_weights_from_disk": replies.Outcome,
-    "/begin_weight_update": replies.Outcome,
-    "/end_weight_update": replies.Outcome,
-    "/post_process_weights": replies.Outcome,
-    "/update_weight_version": replies.Outcome,
-    "/weights_checker": replies.Outcome,
+    "/v1/completions": openai.Completion,
+    "/v1/chat/completions": openai.ChatCompletion,
+    "/inference/v1/generate": openai.Inference,
+    "/tokenize": control.Tokens,
+    "/detokenize": control.Text,
+    "/v1/models": openai.Cards,
+    "/v1/models/{name}": openai.Card,
+    "/model_info": control.ModelInfo,
+    "/get_model_info": control.ModelInfo,
+    "/server_info": control.ServerInfo,
+    "/get_server_info": control.ServerInfo,
+    "/v1/loads": control.Loads,
+    "/get_load": list[control.OldLoad],
+    "/weight_version": control.Version,
+    "/get_weight_version": control.Version,
+    "/expert_load": control.ExpertCounts,
+    "/pause_generation": control.Done,
+    "/continue_generation": control.Done,
+    "/update_weights_from_disk": control.Outcome,
+    "/begin_weight_update": control.Outcome,
+    "/end_weight_update": control.Outcome,
+    "/post_process_weights": control.Outcome,
+    "/update_weight_version": control.Outcome,
+    "/weights_checker": control.Outcome,
     "/get_weights_by_name": list[Any],
-    "/pause": replies.Status,
-    "/resume": replies.Status,
-    "/is_paused": replies.IsPaused,
-    "/is_sleeping": replies.IsSleeping,
-    "/get_world_size": replies.WorldSize,
+    "/pause": control.Status,
+    "/resume": control.Status,
+    "/is_paused": control.IsPaused,
+    "/is_sleeping": control.IsSleeping,
+    "/get_world_size": control.WorldSize,
     "/release_memory_occupation": None,
     "/resume_memory_occupation": None,
 }
 IN_TEXT = ("/flush_cache", "/start_profile", "/stop_profile", "/freeze_gc", "/metrics")
 # path -> what the data of an event holds, as JSON; the last event's is [DONE]
 STREAMED: dict[str, Any] = {
-    "/generate": replies.GeneratedChunk | replies.StreamError,
-    "/v1/completions": replies.CompletionChunk | replies.StreamError,
-    "/v1/chat/completions": replies.ChatChunk | replies.StreamError,
+    "/generate": replies.GeneratedChunk | control.StreamError,
+    "/v1/completions": openai.CompletionChunk | control.StreamError,
+    "/v1/chat/completions": openai.ChatChunk | control.StreamError,
 }
 UNFOUND = ("/v1/models/{name}", "/metrics")
 EMPTY = ("/abort_request", "/sleep", "/wake_up", "/reset_prefix_cache")  # a 200 without a body
 HEALTH = ("/health", "/health_generate", "/ready", "/ping")
 # status -> (what it means, body). Native endpoints answer 400 in more than one shape.
 ERRORS: dict[str, tuple[str, Any]] = {
-    "400": ("what was asked can not succeed", replies.FlatError | replies.ErrorBody | replies.Outcome),
-    "401": ("no key", replies.ErrorBody),
-    "403": ("wrong key", replies.ErrorBody),
-    "404": ("not here", replies.FlatError | replies.ErrorBody),
-    "413": ("the body is too large", replies.FlatError),
-    "500": ("a fault of the server", replies.FlatError),
-    "503": ("loading, stopping, or too much waits: try later", replies.FlatError),
+    "400": ("what was asked can not succeed", control.FlatError | control.ErrorBody | control.Outcome),
+    "401": ("no key", control.ErrorBody),
+    "403": ("wrong key", control.ErrorBody),
+    "404": ("not here", control.FlatError | control.ErrorBody),
+    "413": ("the body is too large", control.FlatError),
+    "500": ("a fault of the server", control.FlatError),
+    "503": ("loading, stopping, or too much waits: try later", control.FlatError),
 }
 
 
