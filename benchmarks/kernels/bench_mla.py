@@ -37,6 +37,7 @@ SCALE = (P + R) ** -0.5
 MODELS = {128: (7168, 1536), 16: (2048, None)}  # heads: hidden, query latent
 BOUND = 40960  # of lengths, as a CUDA graph knows it
 BATCHES, CONTEXTS = (1, 16, 64, 256), (512, 4096, 32768)
+SWEPT = {(1, 4096), (1, 32768), (16, 32768), (64, 4096), (256, 4096)}
 SLOTS = 256 * 32768  # 9.7 GB of latents, from which each case draws at random
 
 
@@ -110,7 +111,7 @@ def attention(cache: Cache, heads: int, sweep: bool) -> Iterator[dict]:
             calls = [partial(attend, **places(b)) for b in batches]
             name = f"attention {heads} heads, batch {sequences}, context {context}"
             yield row(name, time_us(calls), **floor)
-            if not sweep:
+            if not sweep or (sequences, context) not in SWEPT:
                 continue
             for tried, schedule in schedules(heads, sequences, context).items():
                 us = try_us([partial(call, schedule=schedule) for call in calls])
