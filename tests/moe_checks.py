@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tracklayer.kernels.combine import combine, combine_ref
+from tracklayer.kernels.combine import WeightedSum, combine_ref
 from tracklayer.kernels.experts import ExpertSpec, activate
 from tracklayer.kernels.experts_cuda import fused_experts_triton
 from tracklayer.kernels.grouped_gemm import grouped_gemm, grouped_gemm_ref
+from tracklayer.kernels.norm import add_rms_norm_ref, as_tensor
 from tracklayer.kernels.route import gate_logits
 from tracklayer.kernels.route_few import route_few
 from tracklayer.kernels.route_sort import route_sort, route_sort_ref
@@ -204,8 +205,10 @@ def check_experts(
     torch.empty = poisoned
     try:
         got, again = (
-            fused_experts_triton(
-                x_TD, routing, w13_EFD, w2_EDF, spec, bias13=bias13, bias2=bias2, add_TD=add_TD, config=config
+            as_tensor(
+                fused_experts_triton(
+                    x_TD, routing, w13_EFD, w2_EDF, spec, bias13=bias13, bias2=bias2, add_TD=add_TD, config=config
+                )
             )
             for _ in range(2)
         )
@@ -219,6 +222,7 @@ def check_experts(
 
 
 def check_combine(dtype: torch.dtype, device: str) -> None:
+    """The sum, alone and with the norm of the residual stream behind it; rows without an expert are never read."""
     generator = torch.Generator().manual_seed(1)
     ids_TK = torch.tensor([[0, 1, 6], [-1, -1, -1], [4, -1, 2]], dtype=torch.int32)
     rows_PD = torch.randn(9, 70, generator=generator).to(dtype)
@@ -226,12 +230,19 @@ def check_combine(dtype: torch.dtype, device: str) -> None:
     rows_PD[7] = float("nan")
     x_TD, weights_TK = torch.randn(3, 70, generator=generator).to(dtype), torch.rand(3, 3, generator=generator)
     for zero in (True, False):
-        results = [
-            f(rows_PD.to(where), Routing(ids_TK.to(where), weights_TK.to(where)), x_TD.to(where), 5, scale=2.0,
-              zero_experts=zero, add_TD=x_TD.to(where)).cpu()
-            for f, where in ((combine, device), (combine_ref, "cpu"))
-        ]  # fmt: skip
-        torch.testing.assert_close(*results)
+        got, want = (
+            WeightedSum(rows_PD.to(where), Routing(ids_TK.to(where), weights_TK.to(where)), x_TD.to(where), 5,
+                        scale=2.0, zero_experts=zero, add_TD=x_TD.to(where))
+            for where in (device, "cpu")
+        )  # fmt: skip
+        sum_TD = combine_ref(want)
+        torch.testing.assert_close(got.tensor().cpu(), sum_TD)
+        gain_D, stream_TD = torch.rand(70, generator=generator).to(dtype), torch.randn(3, 140, generator=generator)
+        stream_TD = stream_TD.to(dtype)[:, :70]
+        moved_TD = stream_TD.to(device, copy=True)
+        normed_TD = got.add_rms_norm(moved_TD, gain_D.to(device), 1e-6, 1.0, 0.5)
+        torch.testing.assert_close(normed_TD.cpu(), add_rms_norm_ref(sum_TD, stream_TD, gain_D, 1e-6, 1.0, 0.5))
+        torch.testing.assert_close(moved_TD.cpu(), stream_TD)
 
 
 def check_grouped_gemm(config: dict, first: bool, dtype: torch.dtype, device: str) -> None:

@@ -16,8 +16,9 @@ import torch
 
 from benchmarks.kernels.common import report, row, time_us
 from tracklayer.kernels import experts_small, grouped_gemm, route_sort
-from tracklayer.kernels.combine import combine
+from tracklayer.kernels.combine import WeightedSum
 from tracklayer.kernels.experts import ExpertSpec, fused_experts, fused_experts_ref
+from tracklayer.kernels.norm import as_tensor
 from tracklayer.kernels.topk import Routing
 from tracklayer.kernels.tuning import pick
 
@@ -49,6 +50,9 @@ class Problem:
             weights_TK = torch.rand(num_tokens, self.top_k, device=self.device)
             self.routings.append(Routing(ids_TK, weights_TK))
         self.h_PF = self.make(num_tokens * self.top_k, self.shape[2])
+
+    def whole(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return as_tensor(fused_experts(x_TD, routing, self.w13_EFD, self.w2_EDF, SPEC))
 
     def product(self, form: str, which: str, m: int, config: dict) -> list[Callable[[], Any]]:
         """The calls that time one product under one configuration."""
@@ -96,11 +100,12 @@ def main() -> None:
                 row(f"{num_tokens} tokens: sort", time_us([partial(route_sort.route_sort, i, experts, m) for i in ids]))
             )
             pairs_PD = problem.make(num_tokens * top_k, width)
-            calls = [partial(combine, pairs_PD, r, x_TD, experts) for r in routings] * 2
+            sums = [WeightedSum(pairs_PD, r, x_TD, experts) for r in routings] * 2
+            calls = [s.tensor for s in sums]
             rows.append(
                 row(f"{num_tokens} tokens: sum", time_us(calls), num_bytes=2.0 * num_tokens * width * (top_k + 1))
             )
-        calls = [partial(fused_experts, x_TD, r, problem.w13_EFD, problem.w2_EDF, SPEC) for r in routings]
+        calls = [partial(problem.whole, x_TD, r) for r in routings]
         us = time_us(calls)
         rows.append(row(f"{num_tokens} tokens, {form}: whole", us, num_bytes=3 * expert_bytes, flop=3 * flop))
         if args.torch:

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
 from tests import moe_checks as checks
 from tracklayer.kernels.experts import ExpertSpec, fused_experts
+from tracklayer.kernels.norm import as_tensor
 from tracklayer.kernels.route import route, route_ref
 from tracklayer.kernels.topk import RouterSpec, RouteStore, Routing
 from tracklayer.kernels.tuning import FLOAT32, ROOMY, SMALL, TIGHT, sorted_config
@@ -101,7 +102,7 @@ def test_graph_replay_equals_eager(num_tokens, seed):
 
     def forward() -> tuple[Routing, torch.Tensor]:
         routing = route(x, gate, spec, store=store)
-        return routing, fused_experts(x, routing, w13, w2, ExpertSpec(), add_TD=x)
+        return routing, as_tensor(fused_experts(x, routing, w13, w2, ExpertSpec(), add_TD=x))
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

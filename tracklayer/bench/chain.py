@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tracklayer.kernels.experts import ExpertSpec
 from tracklayer.kernels.experts_cuda import fused_experts_triton
+from tracklayer.kernels.norm import as_tensor
 from tracklayer.kernels.topk import RouterSpec, select_experts
 
 MAX_SETS = 8
@@ -112,9 +113,10 @@ class Chain:
         """All links, the input added to each result so that values keep their size: [T, D]."""
         y_TD = self.x_TD
         for routing, (w13, w2, b13, b2) in zip(self.routings, cycle(self.sets), strict=False):
-            y_TD = fused_experts_triton(
+            done = fused_experts_triton(
                 y_TD, routing, w13, w2, self.shape.spec, bias13=b13, bias2=b2, add_TD=self.x_TD, config=config
             )
+            y_TD = as_tensor(done)
         return y_TD
 
     def us_per_layer(self, config: dict[str, Any], replays: int = 7) -> float:
@@ -149,7 +151,7 @@ def _compile(shape: ExpertShape, num_tokens: int, config: dict[str, Any]) -> Ten
     rows = shape.inner * (2 if shape.spec.gated else 1)
     x_TD = nothing(num_tokens, shape.width)
     routing = select_experts(torch.zeros(num_tokens, shape.experts), shape.router)
-    return fused_experts_triton(
+    done = fused_experts_triton(
         x_TD,
         routing,
         nothing(shape.experts, rows, shape.width),
@@ -160,3 +162,4 @@ def _compile(shape: ExpertShape, num_tokens: int, config: dict[str, Any]) -> Ten
         add_TD=x_TD,
         config=config,
     )
+    return as_tensor(done)

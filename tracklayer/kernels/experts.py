@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tracklayer.kernels.combine import WeightedSum
 from tracklayer.kernels.dispatch import use_triton
 from tracklayer.kernels.topk import Routing
 
@@ -63,8 +64,8 @@ def fused_experts(
     bias13: Tensor | None = None,
     bias2: Tensor | None = None,
     add_TD: Tensor | None = None,
-) -> Tensor:
-    """(add_TD or 0) + scale * sum_k weight_k * expert_k(x), as [T, D] in x's dtype.
+) -> Tensor | WeightedSum:
+    """(add_TD or 0) + scale * sum_k weight_k * expert_k(x), as [T, D] in x's dtype; on CUDA the sum may be left to do.
 
     w13_EFD [E, 2F, D], gate rows first then up rows ([E, F, D] when not gated), bias13 [E, 2F or F]; w2_EDF [E, D, F],
     bias2 [E, D]. Ids of -1 contribute nothing. Raises ValueError when shapes do not fit.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracklayer.kernels.combine import combine
+from tracklayer.kernels.combine import WeightedSum
 from tracklayer.kernels.experts import ExpertSpec
 from tracklayer.kernels.experts_small import down_sum, gate_up
 from tracklayer.kernels.grouped_gemm import grouped_gemm
@@ -27,8 +27,8 @@ def fused_experts_triton(
     bias2: Tensor | None = None,
     add_TD: Tensor | None = None,
     config: dict[str, Any] | None = None,
-) -> Tensor:
-    """As `experts.fused_experts`; 2 launches for a few tokens, 4 for more. config: instead of the tuned one."""
+) -> Tensor | WeightedSum:
+    """As `experts.fused_experts`: 2 launches for a few tokens; for more 3 and the sum. config: not the tuned one."""
     experts, width, inner = w2_EDF.shape
     if len(x_TD) == 0:
         return torch.empty_like(x_TD)
@@ -43,7 +43,7 @@ def fused_experts_triton(
     rows_PD = grouped_gemm(
         hidden_PF, w2_EDF, pairs, routing.weights_TK, spec, config["down"], first=False, bias=bias2
     )  # fmt: skip
-    return combine(
+    return WeightedSum(
         rows_PD, routing, x_TD, experts, scale=spec.scale, weigh=not spec.weight_on_input,
         zero_experts=spec.num_zero_experts > 0, add_TD=add_TD,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tracklayer.kernels.combine import WeightedSum
 from tracklayer.kernels.dispatch import use_triton
 from tracklayer.kernels.jit import await_previous, has_pdl, jit, next_power_of_2, tl
 
@@ -55,7 +56,7 @@ class AddNorm:
     Once it is made, residual_TD is the new residual stream and made_TD the normed tokens.
     """
 
-    delta_TD: Tensor
+    delta_TD: Tensor | WeightedSum
     residual_TD: Tensor
     weight_D: Tensor
     eps: float
@@ -66,31 +67,36 @@ class AddNorm:
     def tensor(self) -> Tensor:
         """The normed tokens [T, D]."""
         if self.made_TD is None:
-            self.made_TD = add_rms_norm(
-                self.delta_TD, self.residual_TD, self.weight_D, self.eps, self.offset, self.scale
+            how = (self.residual_TD, self.weight_D, self.eps, self.offset, self.scale)
+            delta_TD = self.delta_TD
+            self.made_TD = (
+                delta_TD.add_rms_norm(*how) if isinstance(delta_TD, WeightedSum) else add_rms_norm(delta_TD, *how)
             )
         return self.made_TD
 
     @property
     def fusable(self) -> bool:
         """Whether a kernel may make it in front of its own work: one token, so that each program can do it anew."""
-        width = self.delta_TD.shape[-1]
-        return self.made_TD is None and len(self.delta_TD) == 1 and width <= 8192 and use_triton(self.delta_TD)
+        delta_TD = self.delta_TD
+        if self.made_TD is not None or isinstance(delta_TD, WeightedSum):
+            return False
+        return len(delta_TD) == 1 and delta_TD.shape[1] <= 8192 and use_triton(delta_TD)
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Fresh tensors for the normed token and the new residual; becomes `made` with them.
 
         The residual is not updated in place: all programs of a launch read the old one.
         """
+        assert isinstance(self.delta_TD, Tensor) and self.delta_TD.is_contiguous()
         self.made_TD = torch.empty_like(self.delta_TD)
         old, self.residual_TD = self.residual_TD, torch.empty_like(self.residual_TD)
-        assert old.is_contiguous() and self.delta_TD.is_contiguous()
+        assert old.is_contiguous()
         return self.made_TD, self.residual_TD
 
 
-def as_tensor(x: Tensor | AddNorm) -> Tensor:
+def as_tensor(x: Tensor | AddNorm | WeightedSum) -> Tensor:
     """The tokens, made now if they were not."""
-    return x.tensor() if isinstance(x, AddNorm) else x
+    return x if isinstance(x, Tensor) else x.tensor()
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:

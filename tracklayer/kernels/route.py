@@ -42,7 +42,7 @@ def route(
     The product is accumulated in float32; spec.gate_dtype "model" rounds it to x's dtype, "float32" keeps it.
     Raises ValueError when shapes do not fit.
     """
-    num_tokens, width = (x.delta_TD if isinstance(x, AddNorm) else x).shape
+    num_tokens, width = (x.residual_TD if isinstance(x, AddNorm) else x).shape
     if gate_ED.shape != (spec.num_logits, width):
         raise ValueError(f"the gate must be [{spec.num_logits}, {width}], got {list(gate_ED.shape)}")
     rest = {"bias_E": bias_E, "expert_scale_E": expert_scale_E, "store": store, "num_tokens_1": num_tokens_1}

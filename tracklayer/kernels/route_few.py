@@ -92,7 +92,7 @@ def route_few(
     num_tokens_1: Tensor | None = None,
 ) -> Routing:
     """`route.route` for 1 to MAX_TOKENS tokens, as one launch; an AddNorm of one token is made by it."""
-    fused = isinstance(x, AddNorm) and x.fusable and x.delta_TD.shape[1] <= 4096
+    fused = isinstance(x, AddNorm) and x.fusable and x.residual_TD.shape[1] <= 4096
     before: tuple = (None, None, None, None, 0.0, 0.0, 1.0)
     if fused:
         delta_TD, residual_TD = x.delta_TD, x.residual_TD

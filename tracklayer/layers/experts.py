@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from tracklayer.kernels.combine import WeightedSum
 from tracklayer.kernels.experts import ExpertSpec, fused_experts
 from tracklayer.kernels.topk import Routing
 from tracklayer.layers.parts import Part, parameter
@@ -44,7 +45,7 @@ class Experts(nn.Module):
         self.b13_EF = parameter(num, inner) if spec.bias else None
         self.b2_ED = parameter(num, hidden_size) if spec.bias else None
 
-    def forward(self, x_TD: Tensor, routing: Routing, add_TD: Tensor | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, routing: Routing, add_TD: Tensor | None = None) -> Tensor | WeightedSum:
         return fused_experts(
             x_TD,
             routing,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from tracklayer.kernels.combine import WeightedSum
 from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.layers.batch import Batch
 from tracklayer.layers.experts import Experts
@@ -43,20 +44,21 @@ class MoE(nn.Module):
             exact = torch.float32 if name == "router_norm" else None
             self.norms[name] = Norm(spec.inner_norm, hidden_size, exact)
 
-    def forward(self, x: Tensor | AddNorm, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor | AddNorm, batch: Batch) -> Tensor | WeightedSum:
         read = self._norm("router_norm", as_tensor(x)) if self.norms else x
         routing = self.router(read, self.gate_ED, self.gate_bias_E, batch)
         x_TD = as_tensor(x)
         shared_TD = self._shared(x_TD, batch)
         if self.norms:
-            experts_TD = self._norm("experts_post_norm", self.experts(self._norm("experts_norm", x_TD), routing))
+            done = self.experts(self._norm("experts_norm", x_TD), routing)
+            experts_TD = self._norm("experts_post_norm", as_tensor(done))
             y_TD = experts_TD if shared_TD is None else experts_TD + shared_TD
         elif self.latent_in is not None and self.latent_out is not None:
-            y_TD = self.latent_out(self.experts(self.latent_in(x_TD), routing))
+            y_TD = self.latent_out(as_tensor(self.experts(self.latent_in(x_TD), routing)))
             y_TD = y_TD if shared_TD is None else y_TD + shared_TD
         else:
             y_TD = self.experts(x_TD, routing, shared_TD)
-        return y_TD if self.output_scale == 1.0 else y_TD * self.output_scale
+        return y_TD if self.output_scale == 1.0 else as_tensor(y_TD) * self.output_scale
 
     def _shared(self, x_TD: Tensor, batch: Batch) -> Tensor | None:
         if self.shared is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from tracklayer.kernels.combine import WeightedSum
 from tracklayer.kernels.linear import linear
 from tracklayer.kernels.norm import AddNorm, as_tensor
 from tracklayer.kernels.rope import rope_table
@@ -58,9 +59,10 @@ class Block(nn.Module):
         self.pre_norm = Norm(sub.pre_norm, spec.hidden_size) if sub.pre_norm else nn.Identity()
         self.post_norm = Norm(sub.post_norm, spec.hidden_size) if sub.post_norm else nn.Identity()
         self.streams = Streams(spec.streams, spec.hidden_size) if spec.streams else None
+        self.plain = not (sub.post_norm or sub.parallel or sub.deferred or sub.stream_scale or spec.streams)
         self.body = body
 
-    def enter(self, delta_TD: Tensor | None, residual_TD: Tensor, scale: float) -> Tensor | AddNorm:
+    def enter(self, delta_TD: Tensor | WeightedSum | None, residual_TD: Tensor, scale: float) -> Tensor | AddNorm:
         """Add what the sublayer before gave to the residual stream; returns what the body reads.
 
         A body whose first op can make the sum and norm itself gets them unmade (AddNorm).
@@ -70,7 +72,12 @@ class Block(nn.Module):
         if isinstance(self.pre_norm, Norm):
             x = self.pre_norm.later(delta_TD, residual_TD, scale)
             return x if isinstance(self.body, (Attention, MLA, MLP, MoE)) else as_tensor(x)
-        return residual_TD.add_(delta_TD, alpha=scale)
+        return residual_TD.add_(as_tensor(delta_TD), alpha=scale)
+
+    def leave(self, x: Tensor | AddNorm, batch: Batch) -> Tensor | WeightedSum:
+        """The body and the norm behind it. A sum of experts that goes to the residual stream as it is stays unmade."""
+        y_TD = self.body(x, batch)
+        return y_TD if self.plain else self.post_norm(as_tensor(y_TD))
 
     def parts(self) -> Iterator[Part]:
         yield from self.body.parts()
@@ -146,20 +153,20 @@ class Decoder(nn.Module):
             deferred_TD = None
             for block in blocks:
                 if block.parallel:
-                    y_TD = block.post_norm(block.body(x, batch))
-                    delta_TD = y_TD if delta_TD is None else delta_TD + y_TD
+                    y_TD = block.leave(x, batch)
+                    delta_TD = y_TD if delta_TD is None else as_tensor(delta_TD) + y_TD
                     continue
                 x = block.enter(delta_TD, residual_TD, scale)
-                delta_TD, scale = block.post_norm(block.body(x, batch)), block.residual_scale
+                delta_TD, scale = block.leave(x, batch), block.residual_scale
                 if isinstance(x, AddNorm):
                     residual_TD = x.residual_TD
                 if block.stream_scale_1 is not None:
-                    residual_TD.add_(delta_TD, alpha=scale).mul_(block.stream_scale_1)
+                    residual_TD.add_(as_tensor(delta_TD), alpha=scale).mul_(block.stream_scale_1)
                     delta_TD = None
                 if block.deferred:
                     deferred_TD, delta_TD = delta_TD, None
             if deferred_TD is not None:
-                delta_TD = delta_TD + deferred_TD
+                delta_TD = as_tensor(delta_TD) + deferred_TD
         return self.norm(residual_TD) if delta_TD is None else self.norm.add(delta_TD, residual_TD, scale)
 
     def _streamed(self, last: Streams, x_TD: Tensor, batch: Batch) -> Tensor:
@@ -167,7 +174,7 @@ class Decoder(nn.Module):
         x_TND = x_TD[:, None].expand(-1, last.spec.count, -1)
         for blocks in self.layers:
             for block in blocks:
-                x_TND = block.streams(x_TND, lambda y_TD, block=block: block.body(block.pre_norm(y_TD), batch))
+                x_TND = block.streams(x_TND, lambda y_TD, block=block: block.leave(block.pre_norm(y_TD), batch))
         return self.norm(last.collapse(x_TND))
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
