@@ -81,14 +81,11 @@ def schedules(heads: int, sequences: int, context: int) -> dict[str, Schedule]:
     block = 64
     splits = lone_splits(sequences, -(-heads // 64), BOUND, block, num_sms(torch.device(DEVICE)))
     tries = {
-        "by hand": Schedule(hopper=True),
-        "by hand, bf16 parts": Schedule(hopper=True, part_dtype=torch.bfloat16),
-        "32 keys": Schedule(block=32, stages=3),
-        "32 keys, 2 in flight": Schedule(block=32, stages=5),
-        "64 keys, slots not ahead": Schedule(block=64, stages=2),
+        "tiles": Schedule(hopper=False),
+        "tiles, slots not ahead": Schedule(hopper=False, block=64, stages=2),
     }
     if heads < 64:
-        tries["64 keys, 2 in flight"] = Schedule(block=64, stages=5)
+        tries["tiles, 2 in flight"] = Schedule(hopper=False, block=64, stages=5)
     for name, count in (("half", splits // 2), ("double", 2 * splits), ("four times", 4 * splits)):
         if 1 <= count <= 128 and count * block <= context:
             tries[f"{name} the splits"] = Schedule(splits=count)
