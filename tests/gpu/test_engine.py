@@ -85,6 +85,13 @@ def test_no_waiting_for_the_device_in_the_steady_state(checkpoint):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def held_bytes() -> int:
+    """What this process keeps of the device, beside others' tests on it, without what the allocator could return."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
 @pytest.mark.parametrize("backup", [False, True])
 def test_memory_on_loan_leaves_the_device_and_comes_back(checkpoint, backup):
     """What is released is free for other processes; the same graphs' worth of work gives the same answers after."""
@@ -93,10 +100,10 @@ def test_memory_on_loan_leaves_the_device_and_comes_back(checkpoint, backup):
     operations = Operations(core)
     sizes = core.memory.usage_bytes
     assert min(sizes.values()) > 0
-    held = torch.cuda.memory_reserved()  # of this process: others may run tests on the same device
+    held = held_bytes()
     operations.release_memory()
     assert core.runner.graphs is None and core.runner.mixed is None
-    gained = held - torch.cuda.memory_reserved()
+    gained = held - held_bytes()
     assert gained > 0.9 * (sizes["kv_cache"] + sizes["weights"]), (gained, sizes)
     operations.resume_memory(["weights"])
     assert core.runner.graphs is None, "graphs need the caches too"
@@ -108,4 +115,4 @@ def test_memory_on_loan_leaves_the_device_and_comes_back(checkpoint, backup):
     for _ in range(3):  # nothing stays behind of each loan
         operations.release_memory()
         operations.resume_memory()
-    assert abs(torch.cuda.memory_reserved() - held) < 64 << 20
+    assert abs(held_bytes() - held) < 16 << 20

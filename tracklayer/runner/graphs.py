@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -34,12 +35,18 @@ class CaptureCost:
     num_bytes: int
 
 
+@cache
+def side_stream() -> torch.cuda.Stream:
+    """One for all captures: the BLAS library keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream()
+
+
 def capture_each(sizes: Sequence[S], load: Callable[[S], None], forward: Callable[[S], Tensor]) -> dict[S, Captured]:
     """Graphs of `forward` by size, with their static outputs: last size first, in one memory pool.
 
     `load` fills the static inputs of a size. Each forward runs once before, so that its kernels are compiled and tuned.
     """
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    pool, stream = torch.cuda.graph_pool_handle(), side_stream()
     captured: dict[S, Captured] = {}
     for size in reversed(sizes):
         load(size)
@@ -48,7 +55,7 @@ def capture_each(sizes: Sequence[S], load: Callable[[S], None], forward: Callabl
             forward(size)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             output = forward(size)
         captured[size] = (graph, output)
     torch.cuda.synchronize()
