@@ -61,8 +61,8 @@ def test_pairs_are_grouped_in_order(kind):
 
 
 @pytest.mark.parametrize("kind", ["spread", "all to one", "padded"])
-def test_many_pairs_are_grouped_in_three_launches(kind, monkeypatch):
-    for name, value in {"MANY_PAIRS": 1, "CHUNK": 32}.items():
+def test_many_pairs_are_grouped_in_two_launches(kind, monkeypatch):
+    for name, value in {"MANY_PAIRS": 1, "MOST_CHUNKS": 4, "SUB": 32}.items():
         monkeypatch.setattr(route_sort, name, value)
     for num_tokens, top_k, experts in ((1, 2, 5), (97, 3, 9), (130, 4, 70)):
         ids_TK = checks.some_ids(kind, num_tokens, top_k, experts + 2, torch.Generator().manual_seed(1))

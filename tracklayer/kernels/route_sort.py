@@ -1,10 +1,9 @@
-"""Triton: sort (token, expert) pairs by expert, in one launch or three that never ask the host.
+"""Triton: sort (token, expert) pairs by expert, in one launch or two that never ask the host.
 
 P pairs (T * K), E experts, M rows of a block, C chunks of the pairs. Stable, deterministic, no atomics on memory.
     few pairs    one launch, a program per expert: it counts all pairs (a histogram), which tells it where its own
                  begin, and writes its own in their order
-    many pairs   each chunk's pairs are counted, a program per expert sums the counts to where its pairs of each chunk
-                 begin, and each chunk's pairs go there
+    many pairs   each chunk's pairs are counted; the counts of all chunks say where those of each chunk go
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from tracklayer.kernels.jit import await_previous, has_pdl
 
-MANY_PAIRS = 16384  # from here on three launches that read each pair twice beat E programs that each read them all
-CHUNK = 256
+MANY_PAIRS = 16384  # from here on two launches that read each pair twice beat E programs that each read them all
+MOST_CHUNKS = 128  # programs, which all read the counts of all
+SUB = 256  # pairs ranked at once: each is compared with the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,53 +81,60 @@ def _route_sort_kernel(
         begin += tl.sum(hit, 0)
 
 
-@triton.jit(do_not_specialize=["P"])
-def _count_kernel(ids_ptr, counts_ptr, P, E: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+@triton.jit(do_not_specialize=["P", "chunk_pairs"])
+def _count_kernel(
+    ids_ptr, counts_ptr, P, chunk_pairs, E: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """How many pairs of a chunk each expert has."""
+    first = tl.program_id(0) * chunk_pairs
+    i = tl.arange(0, SUB)
     await_previous(PDL)
-    ids = tl.load(ids_ptr + at, mask=at < P, other=-1)
-    known = (ids >= 0) & (ids < E)
-    counts_N = tl.histogram(tl.where(known, ids, 0), N, mask=known)
+    counts_N = tl.zeros([N], tl.int32)
+    for start in range(first, tl.minimum(first + chunk_pairs, P), SUB):
+        ids = tl.load(ids_ptr + start + i, mask=start + i < P, other=-1)
+        known = (ids >= 0) & (ids < E)
+        counts_N += tl.histogram(tl.where(known, ids, 0), N, mask=known)
     tl.store(counts_ptr + tl.program_id(0) * N + tl.arange(0, N), counts_N)
 
 
-@triton.jit(do_not_specialize=["chunks", "max_blocks"])
-def _begin_kernel(
-    counts_ptr, begins_ptr, starts_ptr, blocks_ptr, num_blocks_ptr, chunks, max_blocks, E: tl.constexpr,
-    N: tl.constexpr, AT_ONCE: tl.constexpr, M: tl.constexpr, PDL: tl.constexpr,
+@triton.jit(do_not_specialize=["P", "chunk_pairs", "chunks", "max_blocks"])
+def _place_kernel(
+    ids_ptr, counts_ptr, pairs_ptr, starts_ptr, blocks_ptr, num_blocks_ptr, P, chunk_pairs, chunks, max_blocks,
+    E: tl.constexpr, N: tl.constexpr, SUB: tl.constexpr, AT_ONCE: tl.constexpr, NEAR: tl.constexpr, M: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Where each chunk's pairs of one expert begin, and the expert's part of the lists."""
-    expert = tl.program_id(0)
+    """Write the pairs of one chunk at their experts' places, in order, and every chunks-th expert's part of the lists.
+
+    Each program sums all counts anew: that costs less than a launch that does it for all.
+    """
+    chunk = tl.program_id(0)
     expert_N = tl.arange(0, N)
+    i = tl.arange(0, SUB)
     await_previous(PDL)
     counts_N = tl.zeros([N], tl.int32)
+    earlier_N = tl.zeros([N], tl.int32)
     for c0 in range(0, chunks, AT_ONCE):
         chunk_C = c0 + tl.arange(0, AT_ONCE)
         at = chunk_C[:, None] * N + expert_N[None, :]
-        counts_N += tl.sum(tl.load(counts_ptr + at, mask=(chunk_C < chunks)[:, None], other=0), 0)
-    begin = tl.sum(tl.where(expert_N < expert, counts_N, 0), 0)
-    _write_blocks(starts_ptr, blocks_ptr, num_blocks_ptr, max_blocks, counts_N, begin, expert, E, N, M)
-    for c0 in range(0, chunks, 512):
-        chunk_C = c0 + tl.arange(0, 512)
-        counts_C = tl.load(counts_ptr + chunk_C * N + expert, mask=chunk_C < chunks, other=0)
-        tl.store(begins_ptr + chunk_C * N + expert, begin + tl.cumsum(counts_C, 0) - counts_C, mask=chunk_C < chunks)
-        begin += tl.sum(counts_C, 0)
-
-
-@triton.jit(do_not_specialize=["P"])
-def _place_kernel(
-    ids_ptr, begins_ptr, pairs_ptr, P, E: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Write the pairs of one chunk at their experts' places, in order."""
-    first = tl.program_id(0) * CHUNK
-    i = tl.arange(0, CHUNK)
-    await_previous(PDL)
-    ids = tl.load(ids_ptr + first + i, mask=first + i < P, other=-1)
-    known = (ids >= 0) & (ids < E)
-    begin = tl.load(begins_ptr + tl.program_id(0) * N + ids, mask=known, other=0)
-    again = tl.load(ids_ptr + first + i, mask=first + i < P, other=-1)
-    earlier = tl.sum(((again[None, :] == ids[:, None]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
-    tl.store(pairs_ptr + begin + earlier, first + i, mask=known)
+        counts_CN = tl.load(counts_ptr + at, mask=(chunk_C < chunks)[:, None], other=0)
+        counts_N += tl.sum(counts_CN, 0)
+        earlier_N += tl.sum(tl.where((chunk_C < chunk)[:, None], counts_CN, 0), 0)
+    begin_N = tl.cumsum(counts_N, 0) - counts_N
+    for expert in range(chunk, E, chunks):
+        begin = tl.sum(tl.where(expert_N == expert, begin_N, 0), 0)
+        _write_blocks(starts_ptr, blocks_ptr, num_blocks_ptr, max_blocks, counts_N, begin, expert, E, N, M)
+    begin_N += earlier_N
+    first = chunk * chunk_pairs
+    for start in range(first, tl.minimum(first + chunk_pairs, P), SUB):
+        ids = tl.load(ids_ptr + start + i, mask=start + i < P, other=-1)
+        known = (ids >= 0) & (ids < E)
+        at = tl.gather(begin_N, tl.where(known, ids, 0), 0)
+        for near in range(0, SUB, NEAR):
+            j = near + tl.arange(0, NEAR)
+            others = tl.load(ids_ptr + start + j, mask=start + j < P, other=-1)
+            at += tl.sum(((others[None, :] == ids[:, None]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+        tl.store(pairs_ptr + at, start + i, mask=known)
+        begin_N += tl.histogram(tl.where(known, ids, 0), N, mask=known)
 
 
 def max_num_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
@@ -155,13 +162,15 @@ def route_sort(ids_TK: Tensor, num_experts: int, block_rows: int) -> SortedPairs
             ids_TK, pairs_P, P=num_pairs, CHUNK=chunk, **lists, **common, num_warps=4 if chunk <= 1024 else 8
         )
     else:
-        chunks = triton.cdiv(num_pairs, CHUNK)
-        counts_CN, begins_CN = torch.empty(2, chunks, width, dtype=torch.int32, device=device)
-        _count_kernel[(chunks,)](ids_TK, counts_CN, P=num_pairs, CHUNK=CHUNK, **common)
-        _begin_kernel[(num_experts,)](
-            counts_CN, begins_CN, chunks=chunks, AT_ONCE=max(1, 8192 // width), **lists, **common, num_warps=8
-        )
-        _place_kernel[(chunks,)](ids_TK, begins_CN, pairs_P, P=num_pairs, CHUNK=CHUNK, **common)
+        chunk_pairs = SUB * triton.cdiv(num_pairs, SUB * MOST_CHUNKS)
+        chunks = triton.cdiv(num_pairs, chunk_pairs)
+        counts_CN = torch.empty(chunks, width, dtype=torch.int32, device=device)
+        cut = dict(P=num_pairs, chunk_pairs=chunk_pairs, SUB=SUB)
+        _count_kernel[(chunks,)](ids_TK, counts_CN, **cut, **common)
+        _place_kernel[(chunks,)](
+            ids_TK, counts_CN, pairs_P, chunks=chunks, AT_ONCE=max(1, 8192 // width), NEAR=32, **cut, **lists,
+            **common, num_warps=8,
+        )  # fmt: skip
     return SortedPairs(pairs_P, starts_E1, blocks_2B, num_blocks_1, block_rows)
 
 
