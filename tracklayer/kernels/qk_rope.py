@@ -119,52 +119,94 @@ def qk_rope_store_ref(
 
 
 @jit
+def _normed(x, factor, weight_ptr, at, ok, offset):
+    weight = tl.load(weight_ptr + at, mask=ok, other=0.0).to(tl.float32) + offset
+    return x * factor * weight[None, :]
+
+
+@jit
 def _finish_heads(
-    x_row, weight_ptr, cos_sin_row, heads_HB, heads_ok, eps, offset, D: tl.constexpr, DP: tl.constexpr,
-    R: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x_row, weight_ptr, cos_sin_row, cache_row, cache_stride, heads_HB, heads_ok, eps, offset, D: tl.constexpr,
+    R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate a block of heads: float32 values [HB, DP] rounded as x's dtype."""
-    d = tl.arange(0, DP)
-    at = x_row + heads_HB[:, None] * D + d[None, :]
-    ok = heads_ok[:, None] & (d < D)[None, :]
-    x = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-    if NORM:
-        weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32) + offset
-    if NORM and not AFTER:
-        factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = (x * factor * weight[None, :]).to(x_row.dtype.element_ty).to(tl.float32)
+    """Norm and rotate a block of heads in place, and store them in the cache too.
+
+    Each pair that turns lies in one thread: a its first dims, b its second, c the dims that do not turn.
+    """
+    head = x_row + heads_HB[:, None] * D
+    kept = cache_row + heads_HB[:, None] * cache_stride
+    dtype = x_row.dtype.element_ty
+    j = tl.arange(0, HALF)
+    rest = R + tl.arange(0, REST)
+    turns = j < R // 2
+    still = rest < D
+    if INTERLEAVED:
+        first = 2 * j
+        second = first + 1
+    else:
+        first = j
+        second = first + R // 2
+    ab_ok = heads_ok[:, None] & turns[None, :]
+    c_ok = heads_ok[:, None] & still[None, :]
     if R > 0:
-        # The other half of each pair is loaded again (from the L1 cache): it lies in another thread.
-        if INTERLEAVED:
-            pair = d ^ 1
-            angle = d // 2
-            first = d % 2 == 0
-        else:
-            first = d < R // 2
-            pair = tl.where(first, d + R // 2, d - R // 2)
-            angle = tl.where(first, d, d - R // 2)
-        turns = d < R
-        y = tl.load(x_row + heads_HB[:, None] * D + pair[None, :], mask=ok & turns[None, :], other=0.0).to(tl.float32)
-        if NORM and not AFTER:
-            weight_pair = tl.load(weight_ptr + pair, mask=turns, other=0.0).to(tl.float32) + offset
-            y = (y * factor * weight_pair[None, :]).to(x_row.dtype.element_ty).to(tl.float32)
-        cos = tl.load(cos_sin_row + angle, mask=turns, other=1.0)
-        sin = tl.load(cos_sin_row + R // 2 + angle, mask=turns, other=0.0)
-        sin = tl.where(first, -sin, sin)
-        x = x * cos[None, :] + y * sin[None, :]
+        a = tl.load(head + first[None, :], mask=ab_ok, other=0.0).to(tl.float32)
+        b = tl.load(head + second[None, :], mask=ab_ok, other=0.0).to(tl.float32)
+    if D > R:
+        c = tl.load(head + rest[None, :], mask=c_ok, other=0.0).to(tl.float32)
+    if NORM and not AFTER:
+        square = tl.zeros(heads_HB.shape, tl.float32)
+        if R > 0:
+            square += tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if D > R:
+            square += tl.sum(c * c, 1)
+        factor = tl.rsqrt(square / D + eps)[:, None]
+        if R > 0:
+            a = _normed(a, factor, weight_ptr, first, turns, offset).to(dtype).to(tl.float32)
+            b = _normed(b, factor, weight_ptr, second, turns, offset).to(dtype).to(tl.float32)
+        if D > R:
+            c = _normed(c, factor, weight_ptr, rest, still, offset)
+    if R > 0:
+        cos = tl.load(cos_sin_row + j, mask=turns, other=1.0)[None, :]
+        sin = tl.load(cos_sin_row + R // 2 + j, mask=turns, other=0.0)[None, :]
+        turned = a * cos - b * sin
+        b = b * cos + a * sin
+        a = turned
     if NORM and AFTER:
-        x = x.to(x_row.dtype.element_ty).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None] * weight[None, :]
-    return x.to(x_row.dtype.element_ty), at, ok
+        square = tl.zeros(heads_HB.shape, tl.float32)
+        if R > 0:
+            a = a.to(dtype).to(tl.float32)
+            b = b.to(dtype).to(tl.float32)
+            square += tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if D > R:
+            square += tl.sum(c * c, 1)
+        factor = tl.rsqrt(square / D + eps)[:, None]
+        if R > 0:
+            a = _normed(a, factor, weight_ptr, first, turns, offset)
+            b = _normed(b, factor, weight_ptr, second, turns, offset)
+        if D > R:
+            c = _normed(c, factor, weight_ptr, rest, still, offset)
+    if R > 0:
+        tl.store(head + first[None, :], a.to(dtype), mask=ab_ok)
+        tl.store(head + second[None, :], b.to(dtype), mask=ab_ok)
+    if D > R:
+        tl.store(head + rest[None, :], c.to(dtype), mask=c_ok)
+    if CACHE:
+        stored = cache_row.dtype.element_ty
+        if R > 0:
+            tl.store(kept + first[None, :], a.to(dtype).to(stored), mask=ab_ok)
+            tl.store(kept + second[None, :], b.to(dtype).to(stored), mask=ab_ok)
+        if D > R:
+            tl.store(kept + rest[None, :], c.to(dtype).to(stored), mask=c_ok)
 
 
 @jit
 def _qk_rope_store_kernel(
     qkv_ptr, cos_sin_ptr, positions_ptr, slots_ptr, k_ptr, v_ptr, q_norm_ptr, k_norm_ptr,
     qkv_stride, k_stride_s, k_stride_h, v_stride_s, v_stride_h, eps, offset,
-    N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    R: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PDL: tl.constexpr,
+    N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, R: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     Q_BLOCKS: tl.constexpr = (N + HB - 1) // HB
     K_BLOCKS: tl.constexpr = (H + HB - 1) // HB
@@ -177,20 +219,13 @@ def _qk_rope_store_kernel(
         cos_sin_row += tl.load(positions_ptr + t).to(tl.int64) * R
     if part < Q_BLOCKS:
         heads = part * HB + tl.arange(0, HB)
-        x, at, ok = _finish_heads(row, q_norm_ptr, cos_sin_row, heads, heads < N, eps, offset, D, DP, R, NORM, AFTER,
-                                  INTERLEAVED)  # fmt: skip
-        tl.debug_barrier()  # pairs were read by other threads
-        tl.store(at, x, mask=ok)
+        _finish_heads(row, q_norm_ptr, cos_sin_row, k_ptr, k_stride_h, heads, heads < N, eps, offset, D, R, HALF,
+                      REST, NORM, AFTER, INTERLEAVED, False)  # fmt: skip
     elif part < Q_BLOCKS + K_BLOCKS:
         slot = tl.load(slots_ptr + t).to(tl.int64)
         heads = (part - Q_BLOCKS) * HB + tl.arange(0, HB)
-        x, at, ok = _finish_heads(row + N * D, k_norm_ptr, cos_sin_row, heads, heads < H, eps, offset, D, DP, R, NORM,
-                                  AFTER, INTERLEAVED)  # fmt: skip
-        tl.debug_barrier()
-        tl.store(at, x, mask=ok)
-        d = tl.arange(0, DP)
-        cache = k_ptr + slot * k_stride_s + heads[:, None] * k_stride_h + d[None, :]
-        tl.store(cache, x.to(k_ptr.dtype.element_ty), mask=ok)
+        _finish_heads(row + N * D, k_norm_ptr, cos_sin_row, k_ptr + slot * k_stride_s, k_stride_h, heads, heads < H,
+                      eps, offset, D, R, HALF, REST, NORM, AFTER, INTERLEAVED, True)  # fmt: skip
     else:
         slot = tl.load(slots_ptr + t).to(tl.int64)
         heads = (part - Q_BLOCKS - K_BLOCKS) * HB + tl.arange(0, HB)
@@ -227,8 +262,9 @@ def launch_qk_rope_store(
     _qk_rope_store_kernel[(len(qkv_TX), blocks)](
         qkv_TX, cos_sin_PD, positions_T, slots_T, k_SHD, v_SHE, heads.q_norm_D, heads.k_norm_D, qkv_TX.stride(0),
         k_SHD.stride(0), k_SHD.stride(1), v_SHE.stride(0), v_SHE.stride(1), heads.norm_eps, heads.norm_offset,
-        N=heads.num_heads, H=heads.num_kv_heads, D=heads.head_dim, DP=next_power_of_2(heads.head_dim),
-        E=heads.value_dim, EP=next_power_of_2(heads.value_dim), R=heads.rope_dim, HB=at_once, NORM=norm,
+        N=heads.num_heads, H=heads.num_kv_heads, D=heads.head_dim, E=heads.value_dim,
+        EP=next_power_of_2(heads.value_dim), R=heads.rope_dim, HALF=next_power_of_2(heads.rope_dim // 2),
+        REST=next_power_of_2(heads.head_dim - heads.rope_dim), HB=at_once, NORM=norm,
         AFTER=heads.norm_after_rope, INTERLEAVED=heads.interleaved, PDL=pdl, launch_pdl=pdl, num_warps=2,
     )  # fmt: skip
     return q_TND
