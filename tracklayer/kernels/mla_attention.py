@@ -253,6 +253,9 @@ def fitting(width: int, rows: int, itemsize: int, shared: int) -> tuple[int, int
     """(keys of a block, stages) of which a block's shared memory holds the most beside the queries."""
     tries = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2)]
     room = shared - rows * width * itemsize
+    # Below 64 rows tensor cores read registers: five stages hold two blocks, and beat the kernel by hand (H200).
+    if rows < 64 and (2 * 64 * width + rows * 64) * itemsize <= room:
+        return 64, 5
     # What is in flight is one stage less than stages; the products' operands may pass through it too.
     fits = (t for t in tries if (t[0] * width * (t[1] - 1) + rows * t[0]) * itemsize <= room)
     return next(fits, (16, 1))

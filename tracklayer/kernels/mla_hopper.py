@@ -29,11 +29,15 @@ LATENT, TURNED, ROWS, KEYS = 512, 64, 64, 64
 
 
 def serves_latents(q_TND: Tensor, k_SHD: Tensor, value_dim: int) -> bool:
-    """Whether `hopper_latent_attention` can take these: a Hopper GPU, 16 bits, 512 + 64 columns in aligned rows."""
+    """Whether `hopper_latent_attention` serves these: a Hopper GPU, 16 bits, 512 + 64 columns in aligned rows.
+
+    And more than half of its 64 rows are used: with fewer heads `_latent_attention_kernel` is faster.
+    """
     return (
         q_TND.is_cuda
         and is_hopper(q_TND.device)
         and q_TND.element_size() == 2
+        and q_TND.shape[1] > ROWS // 2
         and k_SHD.dtype == q_TND.dtype
         and value_dim == LATENT
         and q_TND.shape[2] == LATENT + TURNED
