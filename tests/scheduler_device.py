@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 
 from tracklayer.scheduler.scheduler import Committed, Scheduler, SchedulerConfig, Sequence
+from tracklayer.scheduler.sight import slots_needed
 from tracklayer.types import EngineRequest, FinishReason, SamplingParams, StepPlan
 
 VOCAB = 5
@@ -47,7 +48,10 @@ def request(rid, prompt, max_new=4, min_new=0, stop=(), key="", priority=0, logp
     )
 
 
-def scheduler(num_pages=64, page_size=1, running=8, budget=32, context=200, queued=None, cache=True) -> Scheduler:
+def scheduler(
+    num_pages=64, page_size=1, running=8, budget=32, context=200, queued=None, cache=True, sight=None
+) -> Scheduler:
+    """With `sight`, windowed layers have as few slots as are never lacking."""
     return Scheduler(
         SchedulerConfig(
             num_slots=(num_pages + 1) * page_size,
@@ -57,6 +61,8 @@ def scheduler(num_pages=64, page_size=1, running=8, budget=32, context=200, queu
             context_length=context,
             max_queued_requests=queued,
             prefix_cache=cache,
+            num_window_slots=slots_needed(sight, budget, min(running, budget), page_size) if sight else 0,
+            sight=sight,
         )
     )
 
@@ -68,6 +74,8 @@ class Device:
         self.sched = sched
         self.depth = depth
         self.kv: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.window_kv: dict[int, tuple[str, tuple[int, ...]]] = {}  # of layers that see a window only
+        self.window_slots: dict[int, list[int]] = {}  # by row
         self.rows: dict[int, tuple[EngineRequest, list[int], list[int]]] = {}  # request, tokens, slots
         self.pending: deque[tuple[StepPlan, list[int]]] = deque()
         self.saved: dict[str, int] = {}  # rid -> leading positions gathered at preemptions
@@ -130,6 +138,7 @@ class Device:
             self.kv[target] = self.kv[source]
         sampled = []
         prepared = [self.enter(share) for share in plan.shares]
+        self.attend_windows(plan)
         for share, (req, tokens, slots) in zip(plan.shares, prepared, strict=True):
             assert not set(slots[: share.start]) & (set(written) - set(targets)), "a prefix is written in this step"
             self.check_holds(req, tokens, slots[: share.start])
@@ -142,6 +151,28 @@ class Device:
         self.computed += plan.num_tokens
         self.pending.append((plan, sampled))
         self.plans.append(plan)
+
+    def attend_windows(self, plan: StepPlan) -> None:
+        """What windowed layers do: copy, write the step's tokens, then see only what each token may see."""
+        sight = self.sched.config.sight
+        if sight is None:
+            assert all(share.window_slots is None for share in plan.shares) and plan.window_copies is None
+            return
+        sources, targets = plan.window_copies.T.tolist()
+        written = [s for share in plan.shares for s in share.window_slots[-share.num_tokens :].tolist()]
+        assert len(set(written)) == len(written) and min(written) >= self.sched.config.page_size
+        assert len(set(targets)) == len(targets) and not set(sources) & {*targets, *written}
+        self.window_kv |= {target: self.window_kv[source] for source, target in zip(sources, targets, strict=True)}
+        seen = []
+        for share in plan.shares:
+            req, tokens, _ = self.rows[share.row]
+            slots = self.window_slots.setdefault(share.row, [])
+            slots[share.table_start :] = share.window_slots.tolist()
+            for p in range(share.start, share.start + share.num_tokens):
+                self.window_kv[slots[p]] = (req.cache_key, tuple(tokens[: p + 1]))
+                seen += [(slots[q], req.cache_key, tuple(tokens[: q + 1])) for q in range(int(sight.first(p)), p + 1)]
+        for slot, key, tokens in seen:
+            assert self.window_kv.get(slot) == (key, tokens), (slot, tokens)
 
     def enter(self, share):
         """Lay a share into the row's tables, as the runner does."""

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_device import Device, expected_output, request, scheduler
 
+from tracklayer.scheduler.sight import Sight
 from tracklayer.types import FinishReason
 
+SIGHTS = [Sight(window=3), Sight(window=11), Sight(chunk=6), Sight(window=2, chunk=8)]
 STEMS = [[1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2] * 3, [1, 2, 3, 3, 3, 3] * 5, [4] * 30, [0, 1] * 15]
 
 
@@ -95,10 +97,28 @@ def play(device, trace):
     budget=st.sampled_from([1, 4, 9, 64]),
     depth=st.integers(0, 2),
     cache=st.sampled_from([True, True, True, False]),
+    sight=st.sampled_from([None, None, *SIGHTS]),
 )
-def test_random_traces(trace, page_size, slots, running, budget, depth, cache):
-    sched = scheduler(max(1, slots // page_size), page_size, running, budget, context=100, cache=cache)
+def test_random_traces(trace, page_size, slots, running, budget, depth, cache, sight):
+    sched = scheduler(max(1, slots // page_size), page_size, running, budget, context=100, cache=cache, sight=sight)
     run_to_the_end(Device(sched, depth), trace)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    first=st.lists(adding(4, 30, 3), min_size=3, max_size=8),
+    trace=st.lists(acts, max_size=20),
+    page_size=st.sampled_from([1, 1, 4, 16]),
+    slots=st.sampled_from([112, 400]),
+    running=st.sampled_from([1, 2, 4]),
+    budget=st.sampled_from([4, 9, 30]),
+    depth=st.integers(0, 2),
+    sight=st.sampled_from(SIGHTS),
+)
+def test_random_traces_with_few_window_pages(first, trace, page_size, slots, running, budget, depth, sight):
+    """Prompts and their repetitions use more window pages than there are: prefixes lose theirs and are cut back."""
+    sched = scheduler(slots // page_size, page_size, running, budget, context=100, sight=sight)
+    run_to_the_end(Device(sched, depth), first + trace + first)
 
 
 @settings(max_examples=120, deadline=None)
@@ -109,9 +129,10 @@ def test_random_traces(trace, page_size, slots, running, budget, depth, cache):
     slots=st.sampled_from([64, 80, 112]),
     budget=st.sampled_from([12, 64, 300]),
     depth=st.integers(0, 2),
+    sight=st.sampled_from([None, None, *SIGHTS]),
 )
-def test_random_traces_with_too_few_pages(first, trace, page_size, slots, budget, depth):
-    sched = scheduler(slots // page_size, page_size, 12, budget, context=100)
+def test_random_traces_with_too_few_pages(first, trace, page_size, slots, budget, depth, sight):
+    sched = scheduler(slots // page_size, page_size, 12, budget, context=100, sight=sight)
     run_to_the_end(Device(sched, depth), first + trace)
 
 

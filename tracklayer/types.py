@@ -224,6 +224,8 @@ class Share:
     samples: the share ends with the newest token, so the next one is sampled from it.
     logprobs_from: the logits of prompt positions p >= this, within this share, are wanted: those of p give the
     log-probability of prompt token p+1, also when that is in the next share; None: none.
+    window_slots: with `slots`, where layers that see a window only keep the same positions (scheduler/windows.py);
+    None: in the same slots.
     admitted: set in the first share after (re-)admission: the row is new and its device state must be laid.
     history: with admitted, all tokens known so far (prompt and earlier output), for penalties after a preemption.
     """
@@ -239,18 +241,26 @@ class Share:
     logprobs_from: int | None = None
     admitted: EngineRequest | None = None
     history: list[int] | None = None
+    window_slots: np.ndarray | None = None
+
+    @property
+    def windowed(self) -> np.ndarray:
+        """The slots of layers that see a window only."""
+        return self.slots if self.window_slots is None else self.window_slots
 
 
 @dataclass(slots=True)
 class StepPlan:
     """One forward. Decode shares (one token, sampling) come first, then prefill shares.
 
-    copies int32 [n, 2]: (source slot, target slot) of KV and routes to copy before the forward (partial pages).
+    copies int32 [n, 2]: (source slot, target slot) of KV and routes to copy before the forward (partial pages);
+    window_copies: the same in the caches of layers that see a window only; None: in the same slots.
     """
 
     step: int
     shares: list[Share]
     copies: np.ndarray
+    window_copies: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:

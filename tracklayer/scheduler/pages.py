@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from tracklayer.scheduler.prefix import EMPTY, Ints, Match, Node, PrefixTree
-from tracklayer.scheduler.sequence import Sequence
+from tracklayer.scheduler.sequence import SchedulerConfig, Sequence
+from tracklayer.scheduler.windows import WindowPages
 
 
 class PageAllocator:
@@ -45,14 +46,17 @@ class PageAllocator:
 class PagedCache:
     """The pages of all sequences and of the prefix tree. Every page is free, or one sequence's own, or the tree's."""
 
-    def __init__(self, num_slots: int, page_size: int, prefix_cache: bool, block_length: int = 1) -> None:
-        self.page_size = page_size
-        self.block_length = block_length
-        self.allocator = PageAllocator(num_slots // page_size)
-        self.tree = PrefixTree(page_size)
-        self.prefix_cache = prefix_cache
-        self._offsets = np.arange(page_size, dtype=np.int32)
-        self._pinned: list[Node] = []
+    def __init__(self, config: SchedulerConfig) -> None:
+        size = self.page_size = config.page_size
+        self.block_length = config.block_length
+        self.allocator = PageAllocator(config.num_slots // size)
+        self.tree = PrefixTree(size)
+        self.prefix_cache = config.prefix_cache
+        self.windows: WindowPages | None = None
+        if config.num_window_slots and config.sight is not None:
+            self.windows = WindowPages(config.num_window_slots, self.allocator.num_pages, size, config.sight)
+        self._offsets = np.arange(size, dtype=np.int32)
+        self._pinned: list[tuple[Node, Ints]] = []  # with the page that is copied from
 
     @property
     def available(self) -> int:
@@ -65,8 +69,16 @@ class PagedCache:
     def allocate(self, count: int) -> Ints:
         """Take `count` pages, evicting from the tree as needed; at most `available`."""
         if count > self.allocator.num_free:
-            self.allocator.free(self.tree.evict(count - self.allocator.num_free))
-        return self.allocator.allocate(count)
+            self._free(self.tree.evict(count - self.allocator.num_free))
+        pages = self.allocator.allocate(count)
+        if self.windows is not None:
+            self.windows.lend(pages)
+        return pages
+
+    def _free(self, pages: Ints) -> None:
+        if self.windows is not None:
+            self.windows.free(pages)
+        self.allocator.free(pages)
 
     def extend(self, seq: Sequence, end: int) -> None:
         """Give slots to positions up to `end`."""
@@ -94,7 +106,21 @@ class PagedCache:
         found = self.tree.match(seq.request.cache_key, seq.fill, limit - limit % block, step)
         if found.total % block:
             found = self.tree.match(seq.request.cache_key, seq.fill, found.total - found.total % block, step)
-        return found
+        return found if self.windows is None else self._seen(seq, found, step)
+
+    def _seen(self, seq: Sequence, found: Match, step: int) -> Match:
+        """As much of a match as windowed layers can go on from."""
+        assert self.windows is not None
+        usable = self.windows.usable(self._path(found), found.tail)
+        if usable == found.total:
+            return found
+        less = self.tree.match(seq.request.cache_key, seq.fill, usable, step)
+        assert self.windows.usable(self._path(less), less.tail) == less.total == usable
+        return less
+
+    def _path(self, match: Match) -> Ints:
+        """Slots of a match on whole pages."""
+        return self.tree.path_slots(match.node)[: match.length] if match.node is not None else EMPTY
 
     def place(self, seq: Sequence, match: Match) -> None:
         """Lay the matched whole pages under the sequence and lock them; pin the page that the tail is copied from."""
@@ -102,9 +128,14 @@ class PagedCache:
         seq.slots = np.empty(self._most_slots(seq), np.int32)
         seq.slots[: match.length] = self.tree.path_slots(seq.node)
         seq.num_allocated = seq.num_computed = seq.num_inserted = match.length
+        if self.windows is not None:
+            self.windows.enter(seq, match.length)
         if match.tail_node is not None:
+            page = match.tail[:1] // self.page_size
             self.tree.lock(match.tail_node)
-            self._pinned.append(match.tail_node)
+            if self.windows is not None:
+                self.windows.hold(page)
+            self._pinned.append((match.tail_node, page))
 
     def lengthen(self, seq: Sequence) -> None:
         """Make room for slots of all tokens that the sequence may have now."""
@@ -118,7 +149,9 @@ class PagedCache:
 
     def unpin(self) -> None:
         """Let go of the pages that tails are copied from, once no page of this plan can be taken any more."""
-        for node in self._pinned:
+        for node, page in self._pinned:
+            if self.windows is not None:
+                self.windows.drop(page)
             self.tree.unlock(node)
         self._pinned.clear()
 
@@ -142,12 +175,17 @@ class PagedCache:
     def release(self, seq: Sequence, tokens: Ints, step: int) -> None:
         """Take all pages from the sequence; the tree keeps `tokens` (int32, known and computed by plans to `step`)."""
         assert seq.node is not None
+        if self.windows is not None:
+            self.windows.leave(seq)
         if self.prefix_cache and len(tokens) > seq.num_inserted:
             start = self._insert(seq, tokens, len(tokens), step)
             if start is not None:
                 seq.duplicates.append((seq.num_inserted, start))
                 seq.num_inserted = len(tokens)
-        self.allocator.free(self.own_pages(seq))
+        if self.windows is not None and self.prefix_cache and (seq.duplicates or len(tokens) > seq.num_inserted):
+            equals = self._path(self.tree.match(seq.request.cache_key, tokens, len(tokens), step + 1))
+            self.windows.inherit(equals, seq.slots[: len(equals)])
+        self._free(self.own_pages(seq))
         self.tree.unlock(seq.node)
         seq.node, seq.slots, seq.duplicates = None, EMPTY, []
         seq.num_allocated = seq.num_computed = seq.num_inserted = 0
@@ -176,10 +214,13 @@ class PagedCache:
 
     def flush(self) -> None:
         """Empty the tree; no sequence may hold pages."""
-        self.allocator.free(self.tree.clear())
+        self._free(self.tree.clear())
 
     def check(self, holders: Iterable[Sequence]) -> None:
         """Assert that each page has exactly one owner and that reference counts are right."""
+        holders = list(holders)
+        if self.windows is not None:
+            self.windows.check(holders, self.allocator.free_pages())
         owners = np.zeros(self.allocator.num_pages, np.int64)
         np.add.at(owners, self.allocator.free_pages(), 1)
         refs: dict[int, int] = {}

@@ -18,7 +18,7 @@ class Roster:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.cache = PagedCache(config.num_slots, config.page_size, config.prefix_cache, config.block_length)
+        self.cache = PagedCache(config)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.known: dict[str, Sequence] = {}

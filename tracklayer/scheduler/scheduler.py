@@ -90,6 +90,9 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can run now."""
         draft = Draft(self.roster.step, self.config.max_step_tokens)
+        windows = self.cache.windows
+        if windows is not None:
+            windows.advance(self.running)
         retracted = len(self.roster.preempted)
         self._planner.decodes(draft)
         self._planner.prefills(draft)
@@ -109,7 +112,10 @@ class Scheduler:
         self.roster.step += 1
         self._pending.append(draft)
         copies = np.concatenate(draft.copies) if draft.copies else np.empty((0, 2), np.int32)
-        return StepPlan(draft.step, draft.shares, copies)
+        if windows is None:
+            return StepPlan(draft.step, draft.shares, copies)
+        windows.fill_in(draft.shares)
+        return StepPlan(draft.step, draft.shares, copies, windows.slots(copies))
 
     def take_preempted(self) -> list[tuple[Sequence, Ints]]:
         """Sequences preempted since the last call, and the slots (int32) of their positions 0..num_computed-1.

@@ -9,6 +9,7 @@ import numpy as np
 
 from tracklayer.errors import UserError
 from tracklayer.scheduler.prefix import EMPTY, Ints, Node
+from tracklayer.scheduler.sight import Sight
 from tracklayer.types import EngineRequest, FinishReason, Share
 
 
@@ -17,6 +18,7 @@ class SchedulerConfig:
     """Sizes. num_slots counts page 0, which is never given out. max_step_tokens: decode tokens count in it first.
 
     block_length: prefixes are cut, and chunks end, at multiples of it only (block diffusion).
+    num_window_slots: of the caches of layers that see `sight` only, see windows.py; 0: they use the others' slots.
     """
 
     num_slots: int
@@ -27,6 +29,8 @@ class SchedulerConfig:
     max_queued_requests: int | None = None
     prefix_cache: bool = True
     block_length: int = 1
+    num_window_slots: int = 0
+    sight: Sight | None = None
 
     def __post_init__(self) -> None:
         sizes = ("num_slots", "page_size", "max_running_requests", "max_step_tokens", "context_length", "block_length")
@@ -92,6 +96,7 @@ class Sequence:
     `duplicates` (half-open) are in the tree too, with other slots: those pages, and all past num_inserted, are its own.
     private: nothing is entered in the tree before the end, so that no page is held twice.
     renewed: its request was replaced, and no plan has said so yet.
+    window_from: the first of its pages whose window page it holds; window_due: from which position on to look again.
     """
 
     request: EngineRequest
@@ -119,6 +124,8 @@ class Sequence:
     admitted_once: bool = False
     cached_tokens: int = 0
     num_retractions: int = 0
+    window_from: int = 0
+    window_due: int = 0
 
     @property
     def rid(self) -> str:
