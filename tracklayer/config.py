@@ -81,6 +81,9 @@ class EngineConfig:
     block_confidence: float = flag(
         0.95, "block diffusion: probability from which a token that a pass sampled stays; the likeliest always does"
     )
+    disable_hybrid_swa_memory: bool = flag(
+        False, "layers that see a window only keep every token as the others do; default: what can still be seen"
+    )
     disable_radix_cache: bool = flag(False, "do not reuse prefixes")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before the next is planned")
     disable_cuda_graph: bool = flag(False, "run every step eagerly")

@@ -54,6 +54,7 @@ def start(args: argparse.Namespace, batches: list[int], contexts: list[int]) -> 
             mem_fraction_static=args.mem_fraction_static,
             context_length=contexts[-1],
             max_running_requests=batches[-1],
+            disable_hybrid_swa_memory=True,  # sequences are laid in one table
             chunked_prefill_size=max(batches[-1], 256),  # no prompt is run: leave its memory to the cache
             disable_cuda_graph=True,  # the engine's ladder; those of the asked sizes are captured below
             skip_route_selftest=True,

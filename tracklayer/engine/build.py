@@ -15,6 +15,7 @@ from tracklayer.engine.client import EngineInfo
 from tracklayer.errors import UserError
 from tracklayer.runner.kv_cache import (
     Caches,
+    SlotCost,
     available_bytes,
     choose_num_slots,
     kv_bytes_per_slot,
@@ -25,6 +26,7 @@ from tracklayer.runner.memory import Memory, WeightSource
 from tracklayer.runner.runner import Runner
 from tracklayer.runner.selftest import self_test
 from tracklayer.scheduler.scheduler import Scheduler, SchedulerConfig
+from tracklayer.scheduler.sight import Sight, slots_needed
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +51,11 @@ def build_engine(config: EngineConfig, model: LoadedModel, seed: int) -> Built:
         config = replace(config, page_size=math.lcm(config.page_size, blocks.length))
     chunk = config.chunked_prefill_size or DEFAULT_CHUNK[model.device.type]
     max_step_tokens = max(model.context_length if chunk == -1 else chunk, config.max_running_requests)
-    caches = _allocate(config, model, max_step_tokens + config.max_running_requests)
-    num_slots = caches.kv[0][0].shape[0]
+    sight = _sight(config, model)
+    caches = _allocate(config, model, max_step_tokens, sight)
     scheduler = Scheduler(
         SchedulerConfig(
-            num_slots=num_slots,
+            num_slots=caches.num_slots,
             page_size=config.page_size,
             max_running_requests=config.max_running_requests,
             max_step_tokens=max_step_tokens,
@@ -61,6 +63,8 @@ def build_engine(config: EngineConfig, model: LoadedModel, seed: int) -> Built:
             max_queued_requests=config.max_queued_requests,
             prefix_cache=_prefix_cache(config, model),
             block_length=blocks.length if blocks is not None else 1,
+            num_window_slots=caches.num_window_slots,
+            sight=sight,
         )
     )
     runner = Runner(model, caches, config.max_running_requests)
@@ -95,33 +99,53 @@ def _prefix_cache(config: EngineConfig, model: LoadedModel) -> bool:
     return not config.disable_radix_cache and not model.decoder.recurrents
 
 
-def _allocate(config: EngineConfig, model: LoadedModel, max_step_tokens: int) -> Caches:
+def _sight(config: EngineConfig, model: LoadedModel) -> Sight | None:
+    """How far windowed layers look back; None: there are none, or they keep every token too."""
+    seen = [a.sight for a in model.decoder.attentions if a.sight is not None]
+    chunks = {chunk for _, chunk in seen if chunk}
+    if not seen or config.disable_hybrid_swa_memory or model.spec.blocks is not None or len(chunks) > 1:
+        return None
+    window = max(window or 0 for window, _ in seen)
+    return Sight(window=window or None, chunk=chunks.pop() if chunks else None)
+
+
+def _allocate(config: EngineConfig, model: LoadedModel, max_step_tokens: int, sight: Sight | None) -> Caches:
     """Caches as large as the memory allows once the largest step's own needs were measured."""
     attentions, recurrents = model.decoder.attentions, model.decoder.recurrents
     routes = model.route_shape if config.enable_return_routed_experts else None
-    kv_bytes = kv_bytes_per_slot(attentions, model.dtype)
-    per_slot = kv_bytes + (routes.bytes_per_token if routes else 0)
-    reserve = _activation_bytes(model, max_step_tokens) if model.device.type == "cuda" else 0
-    state_bytes = (config.max_running_requests + 1) * state_bytes_per_row(recurrents, model.dtype)
+    rows, size = config.max_running_requests, config.page_size
+    pool_bytes = routes.bytes_per_token if routes else 0
+    window_bytes = kv_bytes_per_slot([a for a in attentions if a.sight is not None], model.dtype)
+    cost = SlotCost(
+        kept=kv_bytes_per_slot([a for a in attentions if a.sight is None], model.dtype) + pool_bytes,
+        windowed=window_bytes,
+        window_least=slots_needed(sight, max_step_tokens, min(rows, max_step_tokens), size) if sight else None,
+    )
+    reserve = _activation_bytes(model, max_step_tokens + rows) if model.device.type == "cuda" else 0
+    state_bytes = (rows + 1) * state_bytes_per_row(recurrents, model.dtype)
     budget = available_bytes(model.device, config.mem_fraction_static) - reserve - state_bytes
     if recurrents and budget <= 0:
         raise UserError(
-            f"recurrent states of {config.max_running_requests} requests take {state_bytes / 2**30:.2f} GiB, more than "
+            f"recurrent states of {rows} requests take {state_bytes / 2**30:.2f} GiB, more than "
             "is left beside the weights; lower --max-running-requests"
         )
-    useful = config.max_running_requests * model.context_length
-    num_slots = choose_num_slots(budget, per_slot, config.page_size, config.max_total_tokens, useful)
+    num_slots = choose_num_slots(budget, cost, size, config.max_total_tokens, rows * model.context_length)
+    window_slots = cost.window_slots(num_slots, size)
     if recurrents:
-        log.info("recurrent states: %.2f GiB for %d requests", state_bytes / 2**30, config.max_running_requests)
+        log.info("recurrent states: %.2f GiB for %d requests", state_bytes / 2**30, rows)
+    total, pool = cost.total(num_slots, size), num_slots * pool_bytes
     log.info(
         "caches: %d slots, KV %.2f GiB, route pool %.3f GiB (%.2f%% of it)",
         num_slots,
-        num_slots * kv_bytes / 2**30,
-        num_slots * (per_slot - kv_bytes) / 2**30,
-        100 * (per_slot - kv_bytes) / per_slot,
+        (total - pool) / 2**30,
+        pool / 2**30,
+        100 * pool / total,
     )
-    rows = config.max_running_requests
-    return Caches.allocate(num_slots, attentions, routes, model.dtype, model.device, recurrents, rows)
+    if window_slots:
+        log.info("layers that see a window keep %d slots: %.2f GiB", window_slots, window_slots * window_bytes / 2**30)
+    return Caches.allocate(
+        num_slots, attentions, routes, model.dtype, model.device, recurrents, rows, num_window_slots=window_slots
+    )
 
 
 def _activation_bytes(model: LoadedModel, num_tokens: int) -> int:

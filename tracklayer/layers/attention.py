@@ -66,12 +66,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor | AddNorm, batch: Batch) -> Tensor:
         spec = self.spec
         k_SHD, v_SHE = batch.kv[self.cache]
+        slots_T, slot_table_RC = batch.places(spec.sight is not None)
         qkv_TX = self._project(x)
         q_TND = qk_rope_store(
             qkv_TX,
             self.cos_sin_PD,
             batch.positions_T,
-            batch.slots_T,
+            slots_T,
             k_SHD,
             v_SHE,
             self.heads,
@@ -86,7 +87,7 @@ class Attention(nn.Module):
             k_SHD,
             v_SHE,
             self.rule,
-            slot_table_RC=batch.slot_table_RC,
+            slot_table_RC=slot_table_RC,
             rows_B=batch.rows_B,
             starts_B1=batch.starts_B1,
             lens_B=batch.lens_B,

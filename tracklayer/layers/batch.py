@@ -36,6 +36,7 @@ class Batch:
     starts_B1 int32      tokens of sequence b are starts_B1[b] .. starts_B1[b+1]
     lens_B int32         tokens of sequence b in the cache, this step's included
     slot_table_RC int32  slot of every position of every row
+    windowed             slots_T and slot_table_RC of layers that see a window only; None: the same as the others'
     max_query, max_len   upper bounds of tokens a sequence has in this step / in the cache
     num_decodes          host int: that many first sequences have one token each
     fresh                lens_B for sequences that have a past (None: none has) and for those that begin here, -1
@@ -65,6 +66,11 @@ class Batch:
     states: list[tuple[Tensor, ...]] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     order_T: Tensor | None = None
+    windowed: tuple[Tensor, Tensor] | None = None
+
+    def places(self, windowed: bool) -> tuple[Tensor, Tensor]:
+        """slots_T and slot_table_RC of a layer that sees a window only, or everything."""
+        return self.windowed if windowed and self.windowed is not None else (self.slots_T, self.slot_table_RC)
 
 
 def rows_of_tokens(batch: Batch) -> Tensor:

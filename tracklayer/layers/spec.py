@@ -33,6 +33,7 @@ class KVLayout(Protocol):
     """What one attention sublayer keeps of a token: keys [heads, head_dim], and values [heads, value_dim] beside them.
 
     shares_value: the values are the keys' first value_dim columns, and take no memory of their own.
+    sight: (window, chunk), how far back it looks; None: to the first token.
     """
 
     @property
@@ -43,6 +44,8 @@ class KVLayout(Protocol):
     def value_dim(self) -> int: ...
     @property
     def shares_value(self) -> bool: ...
+    @property
+    def sight(self) -> tuple[int | None, int | None] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,10 @@ class AttentionSpec:
     @property
     def shares_value(self) -> bool:
         return False
+
+    @property
+    def sight(self) -> tuple[int | None, int | None] | None:
+        return (self.window, self.chunk) if self.window or self.chunk else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +160,10 @@ class MLASpec:
     @property
     def shares_value(self) -> bool:
         return True
+
+    @property
+    def sight(self) -> None:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +232,10 @@ class CompressedSpec:
     @property
     def shares_value(self) -> bool:
         return True
+
+    @property
+    def sight(self) -> None:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tracklayer.kernels.attention import FRESH_LEAST
 from tracklayer.layers.batch import Batch
 from tracklayer.runner.kv_cache import Caches
-from tracklayer.runner.rows import Rows, table_arrays
+from tracklayer.runner.rows import Rows, step_slots, table_arrays
 from tracklayer.runner.runs import run_arrays, runs_of
 from tracklayer.types import StepPlan
 
@@ -66,29 +66,30 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
         [
             token_ids,
             np.concatenate([np.arange(s.start, s.start + s.num_tokens, dtype=np.int32) for s in shares]),
-            np.concatenate([s.slots[-s.num_tokens :] for s in shares]),
             row_numbers,
             starts,
             firsts + counts,
             np.array([starts[b + 1] - 1 for b, s in enumerate(shares) if s.samples], np.int32),
             np.array([s.row for s in shares if s.samples], np.int32),
             *fresh,
-            *table_arrays(prefill),
+            *step_slots(shares, rows.num_tables),
+            *table_arrays(prefill, rows.num_tables),
             *(run_arrays(counts, starts, row_numbers, firsts) if caches.states else []),
         ],
         device,
     )
-    token_ids_T, positions_T, slots_T, rows_B, starts_B1, lens_B, sampled_N, sampled_rows_N = tensors[:8]
-    rest = tensors[8 + len(fresh) :]
-    rows.enter_prefills(*rest[:3])
+    token_ids_T, positions_T, rows_B, starts_B1, lens_B, sampled_N, sampled_rows_N = tensors[:7]
+    rest, tables = tensors[7 + len(fresh) :], rows.num_tables
+    slots, entered, rest = rest[:tables], rest[tables : 2 * tables + 2], rest[2 * tables + 2 :]
+    rows.enter_prefills(*entered)
     if num_decode:
         d = slice(0, num_decode)
-        token_ids_T[d] = rows.enter_decode(rows_B[d], positions_T[d], slots_T[d])
-    runs, order_T = runs_of(rest[3:]) if caches.states else ([], None)
+        token_ids_T[d] = rows.enter_decode(rows_B[d], positions_T[d], [slots_T[d] for slots_T in slots])
+    runs, order_T = runs_of(rest) if caches.states else ([], None)
     batch = Batch(
         token_ids_T=token_ids_T,
         positions_T=positions_T,
-        slots_T=slots_T,
+        slots_T=slots[0],
         rows_B=rows_B,
         starts_B1=starts_B1,
         lens_B=lens_B,
@@ -96,11 +97,12 @@ def build(plan: StepPlan, rows: Rows, caches: Caches, device: torch.device) -> t
         max_query=int(counts.max()),
         max_len=max(s.start + s.num_tokens for s in shares),
         num_decodes=num_decode,
-        fresh=(tensors[9] if len(fresh) > 1 else None, tensors[8]) if fresh else None,
+        fresh=(tensors[8] if len(fresh) > 1 else None, tensors[7]) if fresh else None,
         kv=caches.kv,
         pool_SLK=caches.pool.tensor_SLK if caches.pool else None,
         states=caches.states,
         runs=runs,
         order_T=order_T,
+        windowed=rows.windowed(slots),
     )
     return batch, sampled_N, sampled_rows_N

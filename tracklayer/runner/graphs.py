@@ -70,30 +70,31 @@ def ladder(largest: int) -> list[int]:
 
 @dataclass(slots=True)
 class GraphBuffers:
-    """Static inputs of all graphs: fields_4B int32 holds rows, lens, slots, and first in its last line the count."""
+    """Static inputs of all graphs: fields_5B int32 holds rows, lens, slots, slots of windowed layers, and the count."""
 
-    fields_4B: Tensor
+    fields_5B: Tensor
     starts_B1: Tensor
 
     @classmethod
     def allocate(cls, largest: int, device: torch.device) -> GraphBuffers:
         return cls(
-            torch.zeros(4, -(-largest // 32) * 32, dtype=torch.int32, device=device),
+            torch.zeros(5, -(-largest // 32) * 32, dtype=torch.int32, device=device),
             torch.arange(largest + 1, dtype=torch.int32, device=device),
         )
 
     def load(self, shares: list[Share], size: int, scratch: int) -> None:
         """Copy a step's lines in, padded to `size`; one copy to the device, no waiting."""
-        host = np.zeros((4, self.fields_4B.shape[1]), np.int32)
+        host = np.zeros((5, self.fields_5B.shape[1]), np.int32)
         count = len(shares)
         host[0, :count] = [s.row for s in shares]
         host[1, :count] = [s.start + 1 for s in shares]
         host[2, :count] = [s.slots[-1] for s in shares]
+        host[3, :count] = [s.windowed[-1] for s in shares]
         host[0, count:size] = scratch
         host[1, count:size] = 1
-        host[3, 0] = count
+        host[4, 0] = count
         packed = torch.from_numpy(host)
-        self.fields_4B.copy_(packed.pin_memory() if self.fields_4B.is_cuda else packed, non_blocking=True)
+        self.fields_5B.copy_(packed.pin_memory() if self.fields_5B.is_cuda else packed, non_blocking=True)
 
 
 class DecodeGraphs:
@@ -112,26 +113,27 @@ class DecodeGraphs:
 
     def forward(self, size: int) -> Tensor:
         """One decode step over the buffers' first `size` lines -> logits [size, V]. This is what a graph holds."""
-        rows_B, lens_B, slots_B = self.buffers.fields_4B[:3, :size]
-        positions_B = lens_B - 1
+        rows_B, lens_B, *both = self.buffers.fields_5B[:4, :size]
+        slots, positions_B = both[: self.rows.num_tables], lens_B - 1
         batch = Batch(
-            token_ids_T=self.rows.enter_decode(rows_B, positions_B, slots_B),
+            token_ids_T=self.rows.enter_decode(rows_B, positions_B, slots),
             positions_T=positions_B,
-            slots_T=slots_B,
+            slots_T=slots[0],
             rows_B=rows_B,
             starts_B1=self.buffers.starts_B1[: size + 1],
             lens_B=lens_B,
             slot_table_RC=self.rows.slot_table_RC,
             max_query=1,
             max_len=self.rows.slot_table_RC.shape[1],
-            num_tokens_1=self.buffers.fields_4B[3, :1],
+            num_tokens_1=self.buffers.fields_5B[4, :1],
             kv=self.caches.kv,
             pool_SLK=self.caches.pool.tensor_SLK if self.caches.pool else None,
             states=self.caches.states,
             runs=[decode_run(rows_B, lens_B)] if self.caches.states else [],
+            windowed=self.rows.windowed(slots),
         )
         if self.caches.pool:
-            self.caches.pool.fill(slots_B)
+            self.caches.pool.fill(slots[0])
         return self.decoder.logits(self.decoder(batch))
 
     def size_for(self, count: int) -> int | None:
@@ -143,4 +145,4 @@ class DecodeGraphs:
         self.buffers.load(shares, size, self.rows.scratch)
         graph, logits_BV = self.graphs[size]
         graph.replay()
-        return logits_BV[: len(shares)], self.buffers.fields_4B[0, : len(shares)]
+        return logits_BV[: len(shares)], self.buffers.fields_5B[0, : len(shares)]

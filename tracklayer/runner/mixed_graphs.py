@@ -62,6 +62,7 @@ class MixedBuffers:
             "token_ids": tokens,
             "positions": tokens,
             "slots": tokens,
+            "window_slots": tokens,
             "rows": sequences,
             "lens": sequences,
             "starts": sequences + 1,
@@ -86,6 +87,7 @@ class MixedBuffers:
         at["lens"][:num_decodes] = [s.start + 1 for s in decodes]
         at["positions"][:num_decodes] = [s.start for s in decodes]
         at["slots"][:num_decodes] = [s.slots[-1] for s in decodes]
+        at["window_slots"][:num_decodes] = [s.windowed[-1] for s in decodes]
         at["starts"][: padded + 1] = np.arange(padded + 1)
         token = padded
         for i, share in enumerate(prompts, padded):
@@ -93,6 +95,7 @@ class MixedBuffers:
             at["token_ids"][token:end] = share.token_ids
             at["positions"][token:end] = np.arange(share.start, share.start + share.num_tokens)
             at["slots"][token:end] = share.slots[-share.num_tokens :]
+            at["window_slots"][token:end] = share.windowed[-share.num_tokens :]
             at["rows"][i] = share.row
             at["lens"][i] = share.start + share.num_tokens
             at["starts"][i + 1] = token = end
@@ -120,7 +123,8 @@ class MixedGraphs:
     def forward(self, size: Size) -> Tensor:
         """One step over the buffers of `size` -> final hidden states [D + T, width]. This is what a graph holds."""
         fields, d = self.buffers[size].fields, size.decodes
-        decoded = self.rows.enter_decode(fields["rows"][:d], fields["positions"][:d], fields["slots"][:d])
+        slots = [fields["slots"], fields["window_slots"]][: self.rows.num_tables]
+        decoded = self.rows.enter_decode(fields["rows"][:d], fields["positions"][:d], [s[:d] for s in slots])
         batch = Batch(
             token_ids_T=torch.cat([decoded, fields["token_ids"][d:]]),
             positions_T=fields["positions"],
@@ -135,6 +139,7 @@ class MixedGraphs:
             num_tokens_1=fields["num_tokens"],
             kv=self.caches.kv,
             pool_SLK=self.caches.pool.tensor_SLK if self.caches.pool else None,
+            windowed=self.rows.windowed(slots),
         )
         if self.caches.pool:
             self.caches.pool.fill(fields["slots"])
@@ -160,7 +165,8 @@ class MixedGraphs:
         prompts = plan.shares[num_decodes:]
         sampled = [*range(num_decodes), *_last_tokens(prompts, size.decodes)]
         rows = [s.row for s in plan.shares if s.samples]
-        arrays = [np.array(sampled, np.int32), np.array(rows, np.int32), *table_arrays(prompts)]
+        entering = table_arrays(prompts, self.rows.num_tables)
+        arrays = [np.array(sampled, np.int32), np.array(rows, np.int32), *entering]
         sampled_N, rows_N, *entered = upload(arrays, self.device)
         self.rows.enter_prefills(*entered)
         graph, hidden_TD = self.graphs[size]

@@ -6,6 +6,8 @@ lines of a CUDA graph use it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,12 +28,18 @@ SAMPLING_DEFAULTS: dict[str, tuple[type, float]] = {
 
 
 class Rows:
-    """slot_table_RC and last_token_R live on the device, requests and sampling numbers on the host."""
+    """slot_table_RC and last_token_R live on the device, requests and sampling numbers on the host.
 
-    def __init__(self, num_rows: int, context_length: int, device: torch.device) -> None:
+    tables: slot_table_RC, and with `windowed` one more of layers that see a window only and keep slots of their own.
+    """
+
+    def __init__(self, num_rows: int, context_length: int, device: torch.device, *, windowed: bool = False) -> None:
         self.scratch = num_rows
         self.device = device
-        self.slot_table_RC = torch.zeros(num_rows + 1, context_length, dtype=torch.int32, device=device)
+        self.tables = [
+            torch.zeros(num_rows + 1, context_length, dtype=torch.int32, device=device) for _ in range(1 + windowed)
+        ]
+        self.slot_table_RC = self.tables[0]
         self.last_token_R = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.requests: list[EngineRequest | None] = [None] * (num_rows + 1)
         self.sampling = {k: np.full(num_rows + 1, v, t) for k, (t, v) in SAMPLING_DEFAULTS.items()}
@@ -78,23 +86,45 @@ class Rows:
             index = (rows_N.long(), ids_N.long())
             self.output_counts_RV[index] += 1
 
-    def enter_decode(self, rows_B: Tensor, positions_B: Tensor, slots_B: Tensor) -> Tensor:
-        """Enter the new slots of sequences that each feed their last token; returns these tokens, int32 [B]."""
+    @property
+    def num_tables(self) -> int:
+        return len(self.tables)
+
+    def windowed(self, slots: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """What Batch calls so, of the slots of a step's tokens by table."""
+        return (slots[1], self.tables[1]) if len(self.tables) > 1 else None
+
+    def enter_decode(self, rows_B: Tensor, positions_B: Tensor, slots: Sequence[Tensor]) -> Tensor:
+        """Enter the new slots, [B] by table, of sequences that each feed their last token; these tokens, int32 [B]."""
         rows = rows_B.long()
-        self.slot_table_RC[rows, positions_B.long()] = slots_B
+        for table_RC, slots_B in zip(self.tables, slots, strict=True):
+            table_RC[rows, positions_B.long()] = slots_B
         return self.last_token_R[rows]
 
-    def enter_prefills(self, rows_X: Tensor, positions_X: Tensor, slots_X: Tensor) -> None:
+    def enter_prefills(self, rows_X: Tensor, positions_X: Tensor, *slots: Tensor) -> None:
         """Enter the slots of prefill shares, as `table_arrays` lays them (int32, on the device)."""
-        self.slot_table_RC[rows_X.long(), positions_X.long()] = slots_X
+        for table_RC, slots_X in zip(self.tables, slots, strict=True):
+            table_RC[rows_X.long(), positions_X.long()] = slots_X
 
 
-def table_arrays(shares: list[Share]) -> list[NDArray[np.int32]]:
-    """Row, position and slot (int32 [X] each) of everything that prefill shares enter, their reused prefixes too."""
+def step_slots(shares: Sequence[Share], num_tables: int) -> list[NDArray[np.int32]]:
+    """Slots of the step's own tokens, int32 [T] by table."""
+    kinds = [[s.slots for s in shares], [s.windowed for s in shares]][:num_tables]
+    return [
+        np.concatenate([slots[-s.num_tokens :] for s, slots in zip(shares, kind, strict=True)])
+        if shares
+        else np.empty(0, np.int32)
+        for kind in kinds
+    ]
+
+
+def table_arrays(shares: Sequence[Share], num_tables: int) -> list[NDArray[np.int32]]:
+    """Row, position and, by table, slot (int32 [X] each) of what prefill shares enter, their reused prefixes too."""
     if not shares:
-        return [np.empty(0, np.int32)] * 3
+        return [np.empty(0, np.int32)] * (2 + num_tables)
+    kinds = [[s.slots for s in shares], [s.windowed for s in shares]][:num_tables]
     return [
         np.repeat(np.array([s.row for s in shares], np.int32), [len(s.slots) for s in shares]),
         np.concatenate([np.arange(s.table_start, s.table_start + len(s.slots), dtype=np.int32) for s in shares]),
-        np.concatenate([s.slots for s in shares]),
+        *(np.concatenate(kind) for kind in kinds),
     ]

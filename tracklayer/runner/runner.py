@@ -61,7 +61,7 @@ class Runner:
         self.decoder = model.decoder
         self.device = model.device
         self.caches = caches
-        self.rows = Rows(max_rows, model.context_length, model.device)
+        self.rows = Rows(max_rows, model.context_length, model.device, windowed=bool(caches.num_window_slots))
         self.sampler = Sampler(self.rows, model.device)
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
@@ -100,7 +100,8 @@ class Runner:
         Raises UserError when a prompt's activations do not fit the GPU.
         """
         if len(plan.copies):
-            self.caches.copy(torch.from_numpy(plan.copies).to(self.device, non_blocking=True))
+            both = [plan.copies] if plan.window_copies is None else [plan.copies, plan.window_copies]
+            self.caches.copy(*(torch.from_numpy(pairs).to(self.device, non_blocking=True) for pairs in both))
         for share in plan.shares:
             if share.admitted is not None:
                 self.rows.admit(share, self.model.spec.vocab_size)
@@ -160,7 +161,7 @@ class Runner:
         """One-token prefill shares run in a decode graph too: lay their token and reused prefix as if sampled."""
         known = [share for share in shares if share.token_ids is not None]
         if known:
-            self.rows.enter_prefills(*upload(table_arrays(known), self.device))
+            self.rows.enter_prefills(*upload(table_arrays(known, self.rows.num_tables), self.device))
             for share in known:
                 assert share.token_ids is not None
                 self.rows.last_token_R[share.row] = share.token_ids[0]

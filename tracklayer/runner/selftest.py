@@ -69,7 +69,7 @@ def self_test(runner: Runner, page_size: int) -> None:
     began = time.perf_counter()
     pool = runner.caches.pool
     assert pool is not None
-    num_slots = pool.tensor_SLK.shape[0]
+    num_slots = min(pool.tensor_SLK.shape[0], runner.caches.num_window_slots or pool.tensor_SLK.shape[0])
     largest = _most_sequences(runner)
     length = 2 * block_length(runner) if block_length(runner) > 1 else PROMPT_TOKENS + 1
     count = min(largest, (num_slots - page_size) // length)
