@@ -17,7 +17,7 @@ PROMPTS = [[1 + t % 96 for t in p] for p in prompts(5, (1, 5, 23, 40))]
 SAMPLING = {"logit_bias": ((UNUSED, -1e9),)}
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "qwen3_next"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "llama4"])
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     tiny.save(request.param, folder)
