@@ -45,6 +45,7 @@ class Running:
         self.left = len(samples)
         self.changed: dict[int, Sample] = {}
         self._reader: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
         self._shown = [0] * len(samples)
 
     def progressed(self, sample: Sample) -> None:
@@ -57,8 +58,19 @@ class Running:
         self._shown[i] = count
         self.changed[i] = sample
         self.left -= sample.finish is not None
-        if self._reader is not None and not self._reader.done():
+        if self._listener is not None:
+            self._listener()
+        elif self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Call this, on the loop, when there is something in `changed`; in place of `changes`."""
+        self._listener = listener
+
+    def give_up(self) -> None:
+        """Nothing more is wanted."""
+        self.changed.clear()
+        self.left = 0
 
     async def changes(self) -> list[Sample]:
         """The samples that changed since the last call, once there are any. For one reader."""
@@ -113,12 +125,18 @@ class TextFrontend:
             loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
+        self._take_in(self._news.take())
+
+    def _take_in(self, outputs: list[RequestOutput]) -> None:
         assert self._loop is not None
-        for output in self._news.take():
+        for i, output in enumerate(outputs):
             known = self._samples.get(output.rid)
             if known is not None:
-                # a callback of its own: an error in one sample must not keep others from their news
-                self._loop.call_soon(self._feed, output, *known)
+                try:
+                    self._feed(output, *known)
+                except BaseException:  # must not keep others from their news
+                    self._loop.call_soon(self._take_in, outputs[i + 1 :])
+                    raise
 
     def _feed(self, output: RequestOutput, sample: Sample, running: Running) -> None:
         if sample.finish is not None:
@@ -165,8 +183,8 @@ class TextFrontend:
 
     # calls
 
-    async def _start(self, call: GenerateCall) -> Running:
-        """Check the call and give its requests to the engine. Raises UserError, CapacityError."""
+    async def start(self, call: GenerateCall) -> Running:
+        """Check the call and give its requests to the engine. Raises UserError, CapacityError. `leave` must follow."""
         if not self.client.alive():
             raise CapacityError("the engine is not running")
         prompts = self.intake.split(call)
@@ -213,16 +231,20 @@ class TextFrontend:
         try:
             yield
         finally:
-            for sample in running.samples:
-                if sample.finish is None:
-                    self.client.abort(sample.rid)
+            self.leave(running)
+
+    def leave(self, running: Running) -> None:
+        """Nobody waits for the call any more: end what still runs of it."""
+        for sample in running.samples:
+            if sample.finish is None:
+                self.client.abort(sample.rid)
 
     async def generate(self, call: GenerateCall, ended: Callable[[Sample], None] | None = None) -> list[Sample]:
         """Run a call to its end: its samples by prompt, then by sample. Raises the first failed sample's error.
 
         `ended` is called on the loop with each sample that ended.
         """
-        running = await self._start(call)
+        running = await self.start(call)
         with self._aborting(running):
             while running.left or running.changed:
                 for sample in await running.changes():
@@ -234,7 +256,7 @@ class TextFrontend:
 
     async def stream(self, call: GenerateCall) -> AsyncGenerator[Sample, None]:
         """Yield samples as they grow (cumulative; each ended one exactly once). Failed ones end with type abort."""
-        running = await self._start(call)
+        running = await self.start(call)
         reported: set[int] = set()
         with self._aborting(running):
             while len(reported) < len(running.samples):

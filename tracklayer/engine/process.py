@@ -27,7 +27,7 @@ import zmq
 from tracklayer.config import EngineConfig
 from tracklayer.engine.client import Consumer, EngineClient, EngineInfo, failed
 from tracklayer.engine.logs import LogStyle
-from tracklayer.engine.wire import Wire
+from tracklayer.engine.wire import Wire, news_of, outputs_of
 from tracklayer.errors import CapacityError, CheckpointError, TracklayerError, UserError
 from tracklayer.types import EngineRequest, FinishReason
 
@@ -215,7 +215,7 @@ class EngineProcess:
     def _take(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
         if kind == "news":
-            outputs = list(rest[0])
+            outputs = outputs_of(*rest)
             with self._lock:
                 self._open.difference_update(output.rid for output in outputs if output.finish is not None)
             self._consumer(outputs)
@@ -279,7 +279,7 @@ def _serve(folder: str, packed_config: bytes, build: Build, log_style: LogStyle)
     calls = Line(context, zmq.PULL, f"ipc://{folder}/calls", wire, bind=False)
     try:
         engine = build(wire.unpack(packed_config))
-        engine.listen(lambda outputs: news.send("news", outputs))
+        engine.listen(lambda outputs: news.send("news", *news_of(outputs)))
         news.send("ready", engine.info)
         try:
             _follow(engine, calls, news)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import logging
 import mmap
+import operator
 import os
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,37 @@ _CODES = {kind: code for code, kind in enumerate(RECORDS)}
 _NAMES = [tuple(f.name for f in fields(kind)) for kind in RECORDS]
 # sequences come back as tuples; these fields are lists
 _LISTS = [tuple(f.name for f in fields(kind) if str(f.type).startswith("list")) for kind in RECORDS]
+
+
+# What an output of a step holds when its request goes on and asked for nothing but tokens.
+_PLAIN = ("rid", "new_token_ids", "prompt_tokens", "cached_tokens", "weight_spans", "num_retractions", "queue_s")
+_OTHERS = tuple(f.name for f in fields(RequestOutput) if f.name not in _PLAIN)
+_NOTHING = tuple(getattr(RequestOutput("", [], 0, 0), name) for name in _OTHERS)
+_plain, _others = operator.attrgetter(*_PLAIN), operator.attrgetter(*_OTHERS)
+
+
+def news_of(outputs: list[RequestOutput]) -> tuple[list[tuple[Any, ...]], list[RequestOutput]]:
+    """A step's news: rows of what plain outputs hold (a record costs several times as much), and the other outputs."""
+    rows: list[tuple[Any, ...]] = []
+    whole: list[RequestOutput] = []
+    for output in outputs:
+        rest = _others(output)
+        if all(a is b for a, b in zip(rest, _NOTHING, strict=True)):
+            rows.append(_plain(output))
+        else:
+            whole.append(output)
+    return rows, whole
+
+
+def outputs_of(rows: Iterable[tuple[Any, ...]], whole: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """The outputs again; those of one request keep their order, for what holds more comes last."""
+    outputs = [
+        RequestOutput(
+            rid, list(ids), prompt, cached, weight_spans=list(spans), num_retractions=retracted, queue_s=queue
+        )
+        for rid, ids, prompt, cached, spans, retracted, queue in rows
+    ]
+    return outputs + list(whole)
 
 
 def _private(path: str, flags: int) -> int:

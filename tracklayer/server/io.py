@@ -23,6 +23,7 @@ T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 MSGPACK = "application/x-msgpack"
 DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def read_body(request: Request, kind: type[B], *, limit_bytes: int, optional: bool = False) -> B:
@@ -84,7 +85,7 @@ def answer(value: Any, *, binary: bool = False, headers: dict[str, str] | None =
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; a client that disconnects cancels it (ApiError 499, which nobody reads)."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(request.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -94,7 +95,8 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await _cancel(task, watch)
 
 
-async def _gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -119,13 +121,13 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], source: Opened[Any], path: str) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._chunks, self._source, self._path = chunks, source, path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        task, watch = asyncio.ensure_future(self._write(send)), asyncio.ensure_future(_gone(receive))
+        task, watch = asyncio.ensure_future(self._write(send)), asyncio.ensure_future(until_gone(receive))
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():

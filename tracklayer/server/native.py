@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,9 +13,10 @@ from tracklayer.engine.reply import Shown, reply
 from tracklayer.engine.sample import Sample
 from tracklayer.errors import UserError
 from tracklayer.server.docs import body_of
-from tracklayer.server.io import EventStream, Opened, answer, event, opened, read_body, unless_gone, wants_msgpack
+from tracklayer.server.io import answer, event, read_body, unless_gone, wants_msgpack
 from tracklayer.server.native_events import PlainEvents
 from tracklayer.server.protocol import GenerateBody
+from tracklayer.server.push import PushStream
 from tracklayer.server.service import Service, route_format, service_of
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ async def generate(request: Request) -> Response:
     body = await read_body(request, GenerateBody, limit_bytes=service.config.max_body_bytes)
     call, form, binary = to_call(body, service), route_format(body.routed_experts_format), wants_msgpack(request)
     if call.stream:
-        source = await opened(request, service.frontend.stream(call))
-        return EventStream(_events(service, call, source, form), source, request.url.path)
+        running = await service.frontend.start(call)
+        return PushStream(service.frontend, running, Events(service, call, form).chunk, request.url.path)
     samples = await unless_gone(request, service.frontend.generate(call))
     answers = [to_wire(service, _reply(service, s, call), form, binary=binary) for s in samples]
     whole = answers if call.batched or len(answers) > 1 else answers[0]
@@ -88,21 +88,26 @@ def _reply(service: Service, sample: Sample, call: GenerateCall, shown: Shown | 
     return reply(sample, version, prompt_ids=call.return_prompt_token_ids, shown=shown)
 
 
-async def _events(
-    service: Service, call: GenerateCall, source: Opened[Sample], form: str
-) -> AsyncGenerator[bytes, None]:
+class Events:
     """One event for each piece of news: everything so far, or with --incremental-streaming-output what is new."""
-    incremental, batched = service.config.incremental_streaming_output, call.batched
-    shown: dict[int, Shown] = {}
-    plain: dict[int, PlainEvents] = {}
-    async for sample in source:
-        indexed = batched or sample.request.sampling.n > 1
-        if sample.finish is None and not incremental and PlainEvents.fits(call, sample):
-            kept = plain.get(sample.index) or plain.setdefault(sample.index, PlainEvents(sample, indexed=indexed))
-            yield kept.event(sample, service.frontend.weight_version)
-            continue
-        part = shown.setdefault(sample.index, Shown()) if incremental else None
-        chunk = to_wire(service, _reply(service, sample, call, part), form)
+
+    def __init__(self, service: Service, call: GenerateCall, form: str) -> None:
+        self._service, self._call, self._form = service, call, form
+        self._incremental = service.config.incremental_streaming_output
+        self._shown: dict[int, Shown] = {}
+        self._plain: dict[int, PlainEvents] = {}
+
+    def chunk(self, sample: Sample) -> bytes:
+        """The event of a sample as it is now."""
+        service, call, at = self._service, self._call, sample.index
+        indexed = call.batched or sample.request.sampling.n > 1
+        if sample.finish is None and not self._incremental:
+            if (kept := self._plain.get(at)) is None and PlainEvents.fits(call, sample):
+                kept = self._plain[at] = PlainEvents(sample, indexed=indexed)
+            if kept is not None:
+                return kept.event(sample, service.frontend.weight_version)
+        part = self._shown.setdefault(at, Shown()) if self._incremental else None
+        answered = to_wire(service, _reply(service, sample, call, part), self._form)
         if indexed:
-            chunk["index"] = sample.index
-        yield event(chunk)
+            answered["index"] = at
+        return event(answered)

@@ -15,6 +15,7 @@ class PlainEvents:
 
     def __init__(self, sample: Sample, *, indexed: bool) -> None:
         self._ids, self._count = "", 0
+        self._text, self._quoted = "", '"'  # the text so far, and as JSON less its last quote
         self._head = f'],"meta_info":{{"id":{quoted(sample.rid)},"finish_reason":null,"prompt_tokens":'
         self._head += f'{sample.prompt_tokens},"completion_tokens":'
         self._tail = (f'}},"index":{sample.index}}}' if indexed else "}}") + "\n\n"
@@ -33,7 +34,15 @@ class PlainEvents:
             self._ids += ("," if self._count else "") + ",".join(map(str, new))
             self._count = len(ids)
         version = sample.weight_spans[-1][0] if sample.weight_spans else weight_version
-        shown = "" if text is None else f'"text":{quoted(text)},'
+        shown = ""
+        if text is not None:
+            known = len(self._text)
+            if text[:known] != self._text:  # a stop string that may come took some back
+                known, self._quoted = 0, '"'
+            if len(text) > known:
+                self._quoted += quoted(text[known:])[1:-1]
+            self._text = text
+            shown = f'"text":{self._quoted}",'
         return (
             f'data: {{{shown}"output_ids":[{self._ids}'
             f'{self._head}{self._count},"cached_tokens":{sample.cached_tokens},"reasoning_tokens":0,'
