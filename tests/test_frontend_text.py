@@ -7,15 +7,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
-from tracklayer.engine.detokenizer import HOLD_TOKENS, Detokenizer, StopMatcher, compile_pattern
+from tracklayer.engine.detokenizer import (
+    HOLD_TOKENS,
+    ByteDetokenizer,
+    Detokenizer,
+    StopMatcher,
+    compile_pattern,
+    detokenizer_of,
+)
 from tracklayer.engine.tokenizer import load_tokenizer
 from tracklayer.errors import CheckpointError, UserError
 
 LEVEL, FALLBACK = byte_level_tokenizer(), byte_fallback_tokenizer()
 
 
-def run(tokenizer, prompt, ids, sizes=(1,), skip=True):
-    detokenizer, shown, at, i = Detokenizer(tokenizer, prompt, skip_special=skip), [], 0, 0
+def by_decoding(tokenizer, prompt, skip=True):
+    return Detokenizer(tokenizer, prompt, skip_special=skip)
+
+
+def by_bytes(tokenizer, prompt, skip=True):
+    detokenizer = detokenizer_of(tokenizer, prompt, skip_special=skip)
+    assert isinstance(detokenizer, ByteDetokenizer)
+    return detokenizer
+
+
+BOTH = pytest.mark.parametrize("make", [by_decoding, by_bytes])
+
+
+def run(tokenizer, prompt, ids, sizes=(1,), skip=True, make=by_decoding):
+    detokenizer, shown, at, i = make(tokenizer, prompt, skip), [], 0, 0
     while at < len(ids):
         size = sizes[i % len(sizes)]
         i += 1
@@ -25,18 +45,20 @@ def run(tokenizer, prompt, ids, sizes=(1,), skip=True):
     return detokenizer.text, shown
 
 
-@given(st.text(max_size=60), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+@BOTH
+@given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 @settings(max_examples=150, deadline=None)
-def test_real_text_comes_back_whole_in_any_chunking(text, sizes):
+def test_real_text_comes_back_whole_in_any_chunking(make, text, sizes):
     ids = LEVEL.encode(text, add_special_tokens=False)
-    got, shown = run(LEVEL, LEVEL.encode("User: "), ids, sizes)
+    got, shown = run(LEVEL, LEVEL.encode("User: "), ids, sizes, make=make)
     assert got == text == "".join(shown)
 
 
-def test_a_long_run_of_characters_cut_by_every_push():
+@BOTH
+def test_a_long_run_of_characters_cut_by_every_push(make):
     """Each push ends inside a character for longer than the window holds: there is new text all the same."""
     text = "0" + chr(0x10000) * 40
-    got, shown = run(LEVEL, LEVEL.encode("User: "), LEVEL.encode(text, add_special_tokens=False), [2])
+    got, shown = run(LEVEL, LEVEL.encode("User: "), LEVEL.encode(text, add_special_tokens=False), [2], make=make)
     assert got == text == "".join(shown)
 
 
@@ -52,9 +74,9 @@ def test_byte_fallback_text_continues_the_prompt(text):
 @given(st.text(alphabet="中🙂é👩‍🚀x", min_size=1, max_size=20))
 @settings(max_examples=100, deadline=None)
 def test_no_chunk_ends_inside_a_character(text):
-    for tokenizer in (LEVEL, FALLBACK):
+    for tokenizer, make in ((LEVEL, by_decoding), (LEVEL, by_bytes), (FALLBACK, by_decoding)):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        _, shown = run(tokenizer, tokenizer.encode("a"), ids)
+        _, shown = run(tokenizer, tokenizer.encode("a"), ids, make=make)
         assert not any("\ufffd" in chunk for chunk in shown)
 
 
@@ -72,6 +94,16 @@ def test_any_ids_decode_to_the_end(ids, skip):
     whole = LEVEL.decode(ids, skip_special_tokens=skip)
     clean = "\ufffd" not in whole
     assert not clean or detokenizer.text == whole
+    assert run(LEVEL, [], ids, skip=skip, make=by_bytes)[0] == whole
+
+
+def test_a_prompt_may_end_inside_a_character():
+    ids = LEVEL.encode("\U00010000", add_special_tokens=False)
+    assert len(ids) > 1 and run(LEVEL, ids[:1], ids[1:], make=by_bytes)[0] == "\U00010000"
+
+
+def test_only_byte_level_vocabularies_are_read_as_bytes():
+    assert isinstance(detokenizer_of(FALLBACK, [], skip_special=True), Detokenizer)
 
 
 @given(

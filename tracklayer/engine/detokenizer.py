@@ -1,17 +1,19 @@
 """Tokens to text as they come: whole characters only, stop strings and patterns found at the exact token.
 
-`Detokenizer` turns ids into text without decoding all of it again; `StopMatcher` watches that text.
+`Detokenizer` turns ids into text without decoding all of it again, `ByteDetokenizer` without decoding at all where
+tokens are bytes; `StopMatcher` watches that text.
 """
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracklayer.engine.tokenizer import TextTokenizer
+from tracklayer.engine.tokenizer import BytePieces, TextTokenizer
 from tracklayer.errors import UserError
 
 CONTEXT_TOKENS = 5  # prompt tokens decoded along with the first output, so that spacing is that of a continuation
@@ -21,6 +23,33 @@ REGEX_WINDOW = 4096  # characters in which a pattern is looked for; keeps the co
 REGEX_SECONDS = 0.1
 REGEX_BYTES = 256
 REGEX_REPEATS = 10_000
+
+
+class ByteDetokenizer:
+    """`Detokenizer` for a byte-level vocabulary, whose tokens' bytes only have to be put in a row."""
+
+    text = ""
+
+    def __init__(self, pieces: BytePieces, prompt_ids: Sequence[int], *, skip_special: bool) -> None:
+        self._pieces, self._skip = pieces, skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.push(prompt_ids[-CONTEXT_TOKENS:])  # it may end inside a character
+        self.text = ""
+
+    def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
+        """Take tokens, return the new text (may be empty). `last`: nothing follows, emit what is left."""
+        new = self._decoder.decode(self._pieces.join(token_ids, skip_special=self._skip), last)
+        self.text += new
+        return new
+
+
+def detokenizer_of(
+    tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special: bool, spaces_between: bool = True
+) -> ByteDetokenizer | Detokenizer:
+    """What turns a sequence's output into text as it comes."""
+    if tokenizer.byte_pieces is not None:
+        return ByteDetokenizer(tokenizer.byte_pieces, prompt_ids, skip_special=skip_special)
+    return Detokenizer(tokenizer, prompt_ids, skip_special=skip_special, spaces_between=spaces_between)
 
 
 class Detokenizer:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tracklayer.engine.client import EngineInfo
-from tracklayer.engine.detokenizer import Detokenizer, StopMatcher
+from tracklayer.engine.detokenizer import StopMatcher, detokenizer_of
 from tracklayer.engine.tokenizer import TextTokenizer
 from tracklayer.errors import CapacityError, IncompleteRoutes, TracklayerError, UserError
 from tracklayer.routes.record import Routes
@@ -59,7 +59,7 @@ class Sample:
         params = request.sampling
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = Detokenizer(
+            self._detokenizer = detokenizer_of(
                 tokenizer,
                 request.input_ids,
                 skip_special=params.skip_special_tokens,

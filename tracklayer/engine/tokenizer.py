@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,57 @@ from typing import Any
 from tracklayer.errors import CheckpointError, UserError
 
 
+class BytePieces:
+    """The bytes of each token of a byte-level vocabulary, whose text is the UTF-8 of its tokens' bytes in a row.
+
+    So says `tokenizers` of its ByteLevel decoder: a token whose characters all stand for bytes is these bytes, any
+    other (an added one) its own text.
+    """
+
+    def __init__(self, fast: Any) -> None:
+        self._token_of = fast.id_to_token
+        self._known: dict[int, bytes] = {}
+        self._skipped = frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special)
+
+    @staticmethod
+    def of(fast: Any) -> BytePieces | None:
+        """None for a tokenizer of another kind."""
+        decoder = json.loads(fast.to_str())["decoder"] if fast is not None else None
+        return BytePieces(fast) if decoder is not None and decoder["type"] == "ByteLevel" else None
+
+    def join(self, ids: Sequence[int], *, skip_special: bool) -> bytes:
+        """What `ids` add to a text; unknown ids add nothing."""
+        known, skipped = self._known, self._skipped if skip_special else frozenset()
+        pieces = []
+        for i in ids:
+            piece = known.get(i)
+            if piece is None:
+                token = self._token_of(i) or ""
+                stands = [_BYTE_OF.get(c) for c in token]
+                piece = known[i] = token.encode() if None in stands else bytes(b for b in stands if b is not None)
+            if i not in skipped:
+                pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _byte_of() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]
+    hidden = (b for b in range(256) if b not in set(shown))
+    return {chr(b): b for b in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_of()
+
+
 class TextTokenizer:
     """A Hugging Face tokenizer behind a small, thread-safe face.
 
     Fast tokenizers go straight to their Rust object, which may be shared by threads; slow ones take a lock.
 
-    Attributes: `eos_token_ids`; `special_tokens`: content -> id of every special token (a stop string that is one
-    of these is matched by id); `chat_template`: the template's text or None.
+    Attributes: `eos_token_ids`; `byte_pieces`: of a byte-level vocabulary, else None; `special_tokens`: content -> id
+    of every special token (a stop string that is one of these is matched by id); `chat_template`: the template's text
+    or None.
     """
 
     def __init__(self, tokenizer: Any, *, chat_template: str | None = None) -> None:
@@ -32,6 +77,7 @@ class TextTokenizer:
             self._fast.no_padding()
         added = tokenizer.added_tokens_decoder
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
+        self.byte_pieces = BytePieces.of(self._fast)
         eos = tokenizer.eos_token_id
         self.eos_token_ids = frozenset() if eos is None else frozenset([int(eos)])
 

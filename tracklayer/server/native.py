@@ -13,14 +13,14 @@ from tracklayer.engine.reply import Shown, reply
 from tracklayer.engine.sample import Sample
 from tracklayer.errors import UserError
 from tracklayer.server.docs import body_of
-from tracklayer.server.io import answer, event, read_body, unless_gone, wants_msgpack
+from tracklayer.server.io import DirectRoute, answer, event, read_body, unless_gone, wants_msgpack
 from tracklayer.server.native_events import PlainEvents
 from tracklayer.server.protocol import GenerateBody
 from tracklayer.server.push import PushStream
 from tracklayer.server.service import Service, route_format, service_of
 
 log = logging.getLogger(__name__)
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 
 # Fields that must be absent, null or empty: what they ask for is not there.
 NOT_HERE = {

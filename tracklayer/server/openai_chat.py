@@ -16,12 +16,12 @@ from tracklayer.errors import UserError
 from tracklayer.server import openai
 from tracklayer.server.chat_reply import ReplyReader, reply_params
 from tracklayer.server.docs import body_of
-from tracklayer.server.io import EventStream, Opened, answer, event, opened, read_body, unless_gone
+from tracklayer.server.io import DirectRoute, EventStream, Opened, answer, event, opened, read_body, unless_gone
 from tracklayer.server.protocol import ChatBody
 from tracklayer.server.service import Service, route_format, service_of
 from tracklayer.types import GRAMMARS
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 OBJECT, CHUNK = "chat.completion", "chat.completion.chunk"
 NOT_STREAMED = ("return_meta_info", "return_token_ids", "return_prompt_token_ids")
 

@@ -14,11 +14,11 @@ from tracklayer.engine.sample import Sample, Triple
 from tracklayer.errors import UserError
 from tracklayer.server import openai
 from tracklayer.server.docs import body_of
-from tracklayer.server.io import EventStream, Opened, answer, event, opened, read_body, unless_gone
+from tracklayer.server.io import DirectRoute, EventStream, Opened, answer, event, opened, read_body, unless_gone
 from tracklayer.server.protocol import CompletionBody
 from tracklayer.server.service import Service, route_format, service_of
 
-router = APIRouter()
+router = APIRouter(route_class=DirectRoute)
 OBJECT = "text_completion"
 
 
