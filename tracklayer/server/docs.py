@@ -8,11 +8,13 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import TypeAdapter
+from starlette.types import Receive, Scope, Send
 
 from tracklayer.server import reply_bodies as replies
 from tracklayer.server import reply_control as control
 from tracklayer.server import reply_openai as openai
 from tracklayer.server.protocol import Body
+from tracklayer.server.push import RAW_SEND
 
 TEXT, JSON, EVENTS, MSGPACK = "text/plain", "application/json", "text/event-stream", "application/x-msgpack"
 STRING = {"type": "string"}
@@ -76,7 +78,11 @@ ERRORS: dict[str, tuple[str, Any]] = {
 
 
 class Application(FastAPI):
-    """A FastAPI whose document tells what the endpoints really answer."""
+    """A FastAPI whose document tells what the endpoints really answer, and whose streams may write without detours."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[RAW_SEND] = send
+        await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

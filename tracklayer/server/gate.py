@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracklayer.server.config import ServerConfig
 from tracklayer.server.errors import ApiError, error_response
-from tracklayer.server.push import RAW_SEND
 
 OPEN = ("/health", "/ready", "/ping", "/metrics")
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
@@ -42,7 +41,6 @@ class Gate:
         elif service is not None and service.stopping and path in GENERATING:
             response = error_response(ApiError(503, "the server is stopping"), path)
         else:
-            scope[RAW_SEND] = send
             await self.app(scope, receive, send)
             return
         await response(scope, receive, send)

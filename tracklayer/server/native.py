@@ -100,12 +100,12 @@ class Events:
     def chunk(self, sample: Sample) -> bytes:
         """The event of a sample as it is now."""
         service, call, at = self._service, self._call, sample.index
+        if sample.finish is None and (kept := self._plain.get(at)) is not None:
+            return kept.event(sample, service.frontend.weight_version)
         indexed = call.batched or sample.request.sampling.n > 1
-        if sample.finish is None and not self._incremental:
-            if (kept := self._plain.get(at)) is None and PlainEvents.fits(call, sample):
-                kept = self._plain[at] = PlainEvents(sample, indexed=indexed)
-            if kept is not None:
-                return kept.event(sample, service.frontend.weight_version)
+        if sample.finish is None and not self._incremental and PlainEvents.fits(call, sample):
+            kept = self._plain[at] = PlainEvents(sample, indexed=indexed)
+            return kept.event(sample, service.frontend.weight_version)
         part = self._shown.setdefault(at, Shown()) if self._incremental else None
         answered = to_wire(service, _reply(service, sample, call, part), self._form)
         if indexed:
