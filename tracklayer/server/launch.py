@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import logging
 import shlex
@@ -154,6 +155,8 @@ class Runner:
         service.startup_s = time.perf_counter() - began
         service.frontend.bind(asyncio.get_running_loop())
         self.app.state.service = service
+        gc.collect()
+        gc.freeze()  # a collection under load walks through what requests made, not through all that was imported
         address = f"http://{self.launch.server.host}:{self.port}"
         log.info("ready in %.1f s: %s serves %s", service.startup_s, address, service.served_name)
         return service
