@@ -72,6 +72,9 @@ class PushStream(Response):
             except TracklayerError as error:
                 running.give_up()
                 chunk = event(stream_error(error, self._path))
+            except Exception as error:
+                self._end(error)
+                raise
             return {"type": "http.response.body", "body": chunk, "more_body": True}
         if running.left:
             return None
