@@ -18,11 +18,12 @@ class Sight:
     window: int | None = None
     chunk: int | None = None
 
-    def first(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
+    def first(self, position: NDArray[np.int64] | int) -> NDArray[np.int64]:
         """The first position that a token at `position` (any shape) sees in any of the layers."""
         lows = [position - self.window + 1] if self.window else []
         lows += [position - position % self.chunk] if self.chunk else []
-        return np.maximum(np.minimum.reduce(lows), 0)
+        first: NDArray[np.int64] = np.maximum(np.minimum.reduce(lows), 0)
+        return first
 
     @property
     def reach(self) -> int:

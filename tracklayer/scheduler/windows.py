@@ -100,7 +100,7 @@ class WindowPages:
 
     def enter(self, seq: Request, length: int) -> None:
         """A sequence begins with `length` cached tokens on whole pages: hold what it sees from there on."""
-        seq.window_from = int(self.sight.first(np.int64(length))) // self.page_size
+        seq.window_from = int(self.sight.first(length)) // self.page_size
         seq.window_due = 0
         self.hold(self.pages_of(seq.slots[seq.window_from * self.page_size : length]))
 
@@ -110,7 +110,7 @@ class WindowPages:
             position = seq.num_computed
             if position >= seq.window_due:
                 seq.window_due = position + STRIDE
-                first = int(self.sight.first(np.int64(position))) // self.page_size
+                first = int(self.sight.first(position)) // self.page_size
                 if first > seq.window_from:
                     size = self.page_size
                     self.drop(self.pages_of(seq.slots[seq.window_from * size : first * size]))
