@@ -20,10 +20,12 @@ class Sight:
 
     def first(self, position: NDArray[np.int64] | int) -> NDArray[np.int64]:
         """The first position that a token at `position` (any shape) sees in any of the layers."""
-        lows = [position - self.window + 1] if self.window else []
-        lows += [position - position % self.chunk] if self.chunk else []
-        first: NDArray[np.int64] = np.maximum(np.minimum.reduce(lows), 0)
-        return first
+        first: NDArray[np.int64] = np.asarray(position)
+        if self.window:
+            first = np.minimum(first, position - self.window + 1)
+        if self.chunk:
+            first = np.minimum(first, position - position % self.chunk)
+        return np.maximum(first, 0)
 
     @property
     def reach(self) -> int:
