@@ -12,7 +12,7 @@ import pytest
 from tracklayer.engine.frontend import Running
 from tracklayer.engine.wire import Wire, news_of, outputs_of
 from tracklayer.errors import UserError
-from tracklayer.server.push import RAW_SEND, PushStream
+from tracklayer.server.push import RAW_SEND, EventStream
 from tracklayer.types import FinishReason, RequestOutput, TokenLogprobs
 
 
@@ -62,15 +62,23 @@ class Client:
         return [m["body"] for m in self.got if m["type"] == "http.response.body"]
 
 
+class Told:
+    def __init__(self, make) -> None:
+        self.news = make
+
+    def closing(self) -> bytes:
+        return b"end"
+
+
 class Stream:
-    """A PushStream of `count` samples, and what stands around it."""
+    """An EventStream of `count` samples, and what stands around it."""
 
     def __init__(self, count: int = 1, make=None) -> None:
         self.frontend, self.client = Frontend(), Client()
         self.samples = [Growing(i) for i in range(count)]
         self.running = Running(self.samples, interval=1)
         make = make or (lambda s: b"%d:%d" % (s.index, len(s.output_ids)))
-        response = PushStream(self.frontend, self.running, make, "/generate")
+        response = EventStream(self.frontend, self.running, Told(make), "/generate")
         scope = {"type": "http", RAW_SEND: self.client.send}
         self.task = asyncio.ensure_future(response(scope, self.client.receive, self.client.send))
 
@@ -95,7 +103,7 @@ async def test_chunks_are_written_before_the_news_callback_returns():
     stream.grow(1, end=True)
     stream.grow(0, end=True)
     await stream.task
-    assert stream.client.bodies == [b"0:1", b"1:1", b"0:2", b"1:2", b"0:3", b"data: [DONE]\n\n"]
+    assert stream.client.bodies == [b"0:1", b"1:1", b"0:2", b"1:2", b"0:3", b"enddata: [DONE]\n\n"]
     assert [m.get("more_body") for m in stream.client.got] == [None, True, True, True, True, True, False]
     assert stream.frontend.left == [stream.running]
 
@@ -116,7 +124,7 @@ async def test_a_client_that_does_not_read_gets_one_chunk_of_what_came_meanwhile
     assert slow.client.bodies == [b"0:1", b"1:4", b"0:5"]
     slow.grow(1, end=True)
     await slow.task
-    assert slow.client.bodies[3:] == [b"1:5", b"data: [DONE]\n\n"]
+    assert slow.client.bodies[3:] == [b"1:5", b"enddata: [DONE]\n\n"]
     fast.client.gone.set()
     await fast.task
 
@@ -130,7 +138,7 @@ async def test_the_last_message_may_wait_too():
     assert not stream.task.done()
     stream.client.read_on()
     await asyncio.wait_for(stream.task, 5)
-    assert stream.client.bodies == [b"0:1", b"data: [DONE]\n\n"]
+    assert stream.client.bodies == [b"0:1", b"enddata: [DONE]\n\n"]
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -175,8 +183,9 @@ async def test_an_error_is_an_event_and_the_end():
         stream.grow(0)
         stream.grow(1)
     await asyncio.wait_for(stream.task, 5)
-    first, second, error, done = stream.client.bodies
-    assert (first, second, done) == (b"ok", b"ok", b"data: [DONE]\n\n") and b"no such form" in error
+    first, second, last = stream.client.bodies
+    assert (first, second) == (b"ok", b"ok")
+    assert last.startswith(b"data: ") and b"no such form" in last and last.endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_fault_of_ours_ends_the_stream_and_is_told():

@@ -67,11 +67,6 @@ class Running:
         """Call this, on the loop, when there is something in `changed`; in place of `changes`."""
         self._listener = listener
 
-    def give_up(self) -> None:
-        """Nothing more is wanted."""
-        self.changed.clear()
-        self.left = 0
-
     async def changes(self) -> list[Sample]:
         """The samples that changed since the last call, once there are any. For one reader."""
         if not self.changed:  # a bare future: an asyncio.Event costs twice as much a token

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from json.encoder import encode_basestring
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgpack
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
-from tracklayer.errors import TracklayerError
-from tracklayer.server.errors import CLIENT_GONE, ApiError, SchemaError, stream_error
+from tracklayer.server.errors import CLIENT_GONE, ApiError, SchemaError
 from tracklayer.server.protocol import Body
 
 T = TypeVar("T")
@@ -118,73 +117,3 @@ class DirectRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         return self.endpoint
-
-
-class EventStream(Response):
-    """text/event-stream of ready-made chunks. Ends them early, and at once, when the client goes away.
-
-    A TracklayerError inside the stream becomes an error event; `[DONE]` always comes last.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, chunks: AsyncGenerator[bytes, None], source: Opened[Any], path: str) -> None:
-        super().__init__(headers=STREAM_HEADERS)
-        del self.headers["content-length"]
-        self._chunks, self._source, self._path = chunks, source, path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        task, watch = asyncio.ensure_future(self._write(send)), asyncio.ensure_future(until_gone(receive))
-        try:
-            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-        finally:
-            await _cancel(task, watch)
-            await self._chunks.aclose()
-            await self._source.aclose()
-
-    async def _write(self, send: Send) -> None:
-        try:
-            async for chunk in self._chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except TracklayerError as error:
-            body = event(stream_error(error, self._path))
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        except OSError:
-            return  # the connection broke under the send
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
-
-
-class Opened(Generic[T]):
-    """A stream whose first item has come already. `aclose` ends it whether it was read on or not."""
-
-    def __init__(self, first: T, rest: AsyncGenerator[T, None]) -> None:
-        self._first: list[T] = [first]
-        self._rest = rest
-
-    def __aiter__(self) -> Opened[T]:
-        return self
-
-    def __anext__(self) -> Awaitable[T]:
-        return self._begin() if self._first else self._rest.__anext__()
-
-    async def _begin(self) -> T:
-        return self._first.pop()
-
-    async def aclose(self) -> None:
-        await self._rest.aclose()
-
-
-async def opened(request: Request, stream: AsyncGenerator[T, None]) -> Opened[T]:
-    """The stream once its first item has come, so that early errors still have a status of their own."""
-    try:
-        return Opened(await unless_gone(request, _first(stream)), stream)
-    except BaseException:
-        await stream.aclose()
-        raise
-
-
-async def _first(stream: AsyncGenerator[T, None]) -> T:
-    return await anext(stream)

@@ -16,7 +16,7 @@ from tracklayer.server.docs import body_of
 from tracklayer.server.io import DirectRoute, answer, event, read_body, unless_gone, wants_msgpack
 from tracklayer.server.native_events import PlainEvents
 from tracklayer.server.protocol import GenerateBody
-from tracklayer.server.push import PushStream
+from tracklayer.server.push import EventStream
 from tracklayer.server.service import Service, route_format, service_of
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ async def generate(request: Request) -> Response:
     call, form, binary = to_call(body, service), route_format(body.routed_experts_format), wants_msgpack(request)
     if call.stream:
         running = await service.frontend.start(call)
-        return PushStream(service.frontend, running, Events(service, call, form).chunk, request.url.path)
+        return EventStream(service.frontend, running, GenerateEvents(service, call, form), request.url.path)
     samples = await unless_gone(request, service.frontend.generate(call))
     answers = [to_wire(service, _reply(service, s, call), form, binary=binary) for s in samples]
     whole = answers if call.batched or len(answers) > 1 else answers[0]
@@ -88,7 +88,7 @@ def _reply(service: Service, sample: Sample, call: GenerateCall, shown: Shown | 
     return reply(sample, version, prompt_ids=call.return_prompt_token_ids, shown=shown)
 
 
-class Events:
+class GenerateEvents:
     """One event for each piece of news: everything so far, or with --incremental-streaming-output what is new."""
 
     def __init__(self, service: Service, call: GenerateCall, form: str) -> None:
@@ -97,8 +97,7 @@ class Events:
         self._shown: dict[int, Shown] = {}
         self._plain: dict[int, PlainEvents] = {}
 
-    def chunk(self, sample: Sample) -> bytes:
-        """The event of a sample as it is now."""
+    def news(self, sample: Sample) -> bytes:
         service, call, at = self._service, self._call, sample.index
         if sample.finish is None and (kept := self._plain.get(at)) is not None:
             return kept.event(sample, service.frontend.weight_version)
@@ -111,3 +110,6 @@ class Events:
         if indexed:
             answered["index"] = at
         return event(answered)
+
+    def closing(self) -> bytes:
+        return b""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,9 @@ from tracklayer.errors import UserError
 from tracklayer.server import openai
 from tracklayer.server.chat_reply import ReplyReader, reply_params
 from tracklayer.server.docs import body_of
-from tracklayer.server.io import DirectRoute, EventStream, Opened, answer, event, opened, read_body, unless_gone
+from tracklayer.server.io import DirectRoute, answer, event, read_body, unless_gone
 from tracklayer.server.protocol import ChatBody
+from tracklayer.server.push import EventStream
 from tracklayer.server.service import Service, route_format, service_of
 from tracklayer.types import GRAMMARS
 
@@ -72,8 +72,8 @@ async def chat(request: Request) -> Response:
     body = await read_body(request, ChatBody, limit_bytes=service.config.max_body_bytes)
     call = to_call(body, request, service)
     if call.stream:
-        source = await opened(request, service.frontend.stream(call))
-        return EventStream(_events(service, body, source), source, request.url.path)
+        running = await service.frontend.start(call)
+        return EventStream(service.frontend, running, ChatEvents(service, body), request.url.path)
     samples = await unless_gone(request, service.frontend.generate(call))
     readers = [ReplyReader(body, service, s.request) for s in samples]
     choices = [_choice(service, s, body, reader) for s, reader in zip(samples, readers, strict=True)]
@@ -133,33 +133,40 @@ def _delta(
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
 
 
-async def _events(service: Service, body: ChatBody, source: Opened[Sample]) -> AsyncGenerator[bytes, None]:
+class ChatEvents:
     """Role, content deltas and an end for each index; then routes and usage where asked."""
-    _, every_usage = openai.wants_usage(body, service)
-    told: dict[int, Told] = {}
-    samples: dict[int, Sample] = {}
-    base: dict[str, Any] = {}
-    async for sample in source:
-        base = base or openai.head(CHUNK, body.model, sample.rid)
-        samples[sample.index] = sample
+
+    def __init__(self, service: Service, body: ChatBody) -> None:
+        self._service, self._body = service, body
+        self._every_usage = openai.wants_usage(body, service)[1]
+        self._told: dict[int, Told] = {}
+        self._samples: dict[int, Sample] = {}
+        self._base: dict[str, Any] = {}
+
+    def news(self, sample: Sample) -> bytes:
+        service, body = self._service, self._body
+        self._base = self._base or openai.head(CHUNK, body.model, sample.rid)
+        self._samples[sample.index] = sample
         parts = []
-        if sample.index not in told:
-            told[sample.index] = Told(ReplyReader(body, service, sample.request))
+        if (told := self._told.get(sample.index)) is None:
+            told = self._told[sample.index] = Told(ReplyReader(body, service, sample.request))
             parts.append(_delta(sample.index, "", role="assistant"))
-        parts += _parts(sample, body, told[sample.index])
+        parts += _parts(sample, body, told)
+        events = []
         for part in parts:
-            chunk = {**base, "choices": [part]}
+            chunk = {**self._base, "choices": [part]}
             if part["finish_reason"] is not None:
                 chunk |= openai.unasked(sample, body, service)
-            if every_usage:
-                reasoning = told[sample.index].reader.reasoning_tokens(sample.output_ids)
+            if self._every_usage:
+                reasoning = told.reader.reasoning_tokens(sample.output_ids)
                 chunk["usage"] = openai.usage([sample], 1, service, reasoning)
-            yield event(chunk)
-    if not samples:
-        return
-    reasoning = sum(told[i].reader.reasoning_tokens(s.output_ids) for i, s in samples.items())
-    for chunk in openai.closing(base, samples, body, service, reasoning):
-        yield event(chunk)
+            events.append(event(chunk))
+        return b"".join(events)
+
+    def closing(self) -> bytes:
+        told, samples = self._told, self._samples
+        reasoning = sum(told[i].reader.reasoning_tokens(s.output_ids) for i, s in samples.items())
+        return b"".join(map(event, openai.closing(self._base, samples, self._body, self._service, reasoning)))
 
 
 def _parts(sample: Sample, body: ChatBody, told: Told) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,8 +13,9 @@ from tracklayer.engine.sample import Sample, Triple
 from tracklayer.errors import UserError
 from tracklayer.server import openai
 from tracklayer.server.docs import body_of
-from tracklayer.server.io import DirectRoute, EventStream, Opened, answer, event, opened, read_body, unless_gone
+from tracklayer.server.io import DirectRoute, answer, event, read_body, unless_gone
 from tracklayer.server.protocol import CompletionBody
+from tracklayer.server.push import EventStream
 from tracklayer.server.service import Service, route_format, service_of
 
 router = APIRouter(route_class=DirectRoute)
@@ -51,8 +51,8 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionBody, limit_bytes=service.config.max_body_bytes)
     call = to_call(body, request, service)
     if call.stream:
-        source = await opened(request, service.frontend.stream(call))
-        return EventStream(_events(service, body, source), source, request.url.path)
+        running = await service.frontend.start(call)
+        return EventStream(service.frontend, running, CompletionEvents(service, body), request.url.path)
     samples = await unless_gone(request, service.frontend.generate(call))
     choices = [_choice(service, s, body, Shown()) for s in samples]
     return answer(openai.whole(OBJECT, body, samples, choices, service))
@@ -89,20 +89,25 @@ def _prompt_text(service: Service, sample: Sample) -> str:
     return tokenizer.decode(sample.request.input_ids) if tokenizer else ""
 
 
-async def _events(service: Service, body: CompletionBody, source: Opened[Sample]) -> AsyncGenerator[bytes, None]:
-    _, every_usage = openai.wants_usage(body, service)
-    shown: dict[int, Shown] = {}
-    samples: dict[int, Sample] = {}
-    base: dict[str, Any] | None = None
-    async for sample in source:
-        base = base or openai.head(OBJECT, body.model, sample.rid)
-        samples[sample.index] = sample
-        chunk = {**base, "choices": [_choice(service, sample, body, shown.setdefault(sample.index, Shown()))]}
-        chunk |= openai.unasked(sample, body, service)
-        if every_usage:
+class CompletionEvents:
+    """A choice's new part for each piece of news; then routes and usage where asked."""
+
+    def __init__(self, service: Service, body: CompletionBody) -> None:
+        self._service, self._body = service, body
+        self._every_usage = openai.wants_usage(body, service)[1]
+        self._shown: dict[int, Shown] = {}
+        self._samples: dict[int, Sample] = {}
+        self._base: dict[str, Any] = {}
+
+    def news(self, sample: Sample) -> bytes:
+        service, body = self._service, self._body
+        self._base = self._base or openai.head(OBJECT, body.model, sample.rid)
+        self._samples[sample.index] = sample
+        choice = _choice(service, sample, body, self._shown.setdefault(sample.index, Shown()))
+        chunk = {**self._base, "choices": [choice]} | openai.unasked(sample, body, service)
+        if self._every_usage:
             chunk["usage"] = openai.usage([sample], 1, service)
-        yield event(chunk)
-    if base is None:
-        return
-    for chunk in openai.closing(base, samples, body, service):
-        yield event(chunk)
+        return event(chunk)
+
+    def closing(self) -> bytes:
+        return b"".join(map(event, openai.closing(self._base, self._samples, self._body, self._service)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any
+from collections.abc import Coroutine, Generator
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,19 +19,29 @@ from tracklayer.server.io import DONE, STREAM_HEADERS, event, until_gone
 RAW_SEND = "tracklayer.send"  # in the scope: `send` before the layers that only ask whether a reply has begun
 
 
-class PushStream(Response):
-    """text/event-stream of a running call: `make` gives a sample's chunk as it is now. Ends when its client goes.
+class Events(Protocol):
+    """What a stream says; either may be nothing."""
+
+    def news(self, sample: Sample) -> bytes:
+        """The events of a sample as it is now."""
+
+    def closing(self) -> bytes:
+        """Those that come when all samples have ended."""
+
+
+class EventStream(Response):
+    """text/event-stream of a running call. Ends when its client goes.
 
     A client that does not read holds up its own stream alone: what came meanwhile is one chunk when it reads on.
-    A TracklayerError of `make` becomes an error event; `[DONE]` always comes last.
+    A TracklayerError of `events` becomes an error event; `[DONE]` always comes last.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, frontend: TextFrontend, running: Running, make: Callable[[Sample], bytes], path: str) -> None:
+    def __init__(self, frontend: TextFrontend, running: Running, events: Events, path: str) -> None:
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
-        self._frontend, self._running, self._make, self._path = frontend, running, make, path
+        self._frontend, self._running, self._events, self._path = frontend, running, events, path
         self._blocked: asyncio.Future[None] | None = None  # a send that waits for the client to read
         self._said_all = False
 
@@ -66,20 +76,21 @@ class PushStream(Response):
         if self._said_all:
             self._end(None)
             return None
-        if running.changed:
-            try:
-                chunk = self._make(running.changed.pop(next(iter(running.changed))))
-            except TracklayerError as error:
-                running.give_up()
-                chunk = event(stream_error(error, self._path))
-            except Exception as error:
-                self._end(error)
-                raise
-            return {"type": "http.response.body", "body": chunk, "more_body": True}
-        if running.left:
-            return None
+        try:
+            while running.changed:
+                chunk = self._events.news(running.changed.pop(next(iter(running.changed))))
+                if chunk:
+                    return {"type": "http.response.body", "body": chunk, "more_body": True}
+            if running.left:
+                return None
+            chunk = self._events.closing()
+        except TracklayerError as error:
+            chunk = event(stream_error(error, self._path))
+        except Exception as error:
+            self._end(error)
+            raise
         self._said_all = True
-        return {"type": "http.response.body", "body": DONE, "more_body": False}
+        return {"type": "http.response.body", "body": chunk + DONE, "more_body": False}
 
     def _write(self, message: dict[str, Any]) -> None:
         """Run `send` at once; only one that must wait gets a task."""
