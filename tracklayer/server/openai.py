@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 
@@ -13,9 +13,12 @@ from tracklayer.engine.reply import meta_info
 from tracklayer.engine.sample import Sample, Triple
 from tracklayer.errors import UserError
 from tracklayer.server.errors import SchemaError
+from tracklayer.server.io import event
 from tracklayer.server.native import refuse_unavailable
 from tracklayer.server.protocol import OpenAIBody
 from tracklayer.server.service import Service, route_format
+
+B = TypeVar("B", bound=OpenAIBody)
 
 UNDER_EVERYTHING = -9999.0  # how OpenAI writes the log-probability of what can not happen
 
@@ -226,3 +229,33 @@ def closing(
 def head(kind: str, model: str, rid: str) -> dict[str, Any]:
     """The keys that every OpenAI object begins with."""
     return {"id": rid, "object": kind, "created": int(time.time()), "model": model}
+
+
+class OpenAIEvents(Generic[B]):
+    """The events of a stream of `kind`: a choice each, then the extension object and usage where asked."""
+
+    kind: str
+
+    def __init__(self, service: Service, body: B) -> None:
+        self.service, self.body = service, body
+        self._every_usage = wants_usage(body, service)[1]
+        self._samples: dict[int, Sample] = {}
+        self._base: dict[str, Any] = {}
+
+    def choice(self, sample: Sample, choice: dict[str, Any], *, extended: bool) -> bytes:
+        """One event with one choice; `extended`: with what is told without being asked for."""
+        self._base = self._base or head(self.kind, self.body.model, sample.rid)
+        self._samples[sample.index] = sample
+        chunk = {**self._base, "choices": [choice]}
+        if extended:
+            chunk |= unasked(sample, self.body, self.service)
+        if self._every_usage:
+            chunk["usage"] = usage([sample], 1, self.service, self.reasoning_tokens(sample))
+        return event(chunk)
+
+    def reasoning_tokens(self, sample: Sample) -> int:
+        return 0
+
+    def closing(self) -> bytes:
+        reasoning = sum(self.reasoning_tokens(sample) for sample in self._samples.values())
+        return b"".join(map(event, closing(self._base, self._samples, self.body, self.service, reasoning)))

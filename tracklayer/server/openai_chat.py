@@ -15,7 +15,7 @@ from tracklayer.errors import UserError
 from tracklayer.server import openai
 from tracklayer.server.chat_reply import ReplyReader, reply_params
 from tracklayer.server.docs import body_of
-from tracklayer.server.io import DirectRoute, answer, event, read_body, unless_gone
+from tracklayer.server.io import DirectRoute, answer, read_body, unless_gone
 from tracklayer.server.protocol import ChatBody
 from tracklayer.server.push import EventStream
 from tracklayer.server.service import Service, route_format, service_of
@@ -133,40 +133,25 @@ def _delta(
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
 
 
-class ChatEvents:
-    """Role, content deltas and an end for each index; then routes and usage where asked."""
+class ChatEvents(openai.OpenAIEvents[ChatBody]):
+    """Role, content deltas and an end for each index."""
+
+    kind = CHUNK
 
     def __init__(self, service: Service, body: ChatBody) -> None:
-        self._service, self._body = service, body
-        self._every_usage = openai.wants_usage(body, service)[1]
+        super().__init__(service, body)
         self._told: dict[int, Told] = {}
-        self._samples: dict[int, Sample] = {}
-        self._base: dict[str, Any] = {}
 
     def news(self, sample: Sample) -> bytes:
-        service, body = self._service, self._body
-        self._base = self._base or openai.head(CHUNK, body.model, sample.rid)
-        self._samples[sample.index] = sample
         parts = []
         if (told := self._told.get(sample.index)) is None:
-            told = self._told[sample.index] = Told(ReplyReader(body, service, sample.request))
+            told = self._told[sample.index] = Told(ReplyReader(self.body, self.service, sample.request))
             parts.append(_delta(sample.index, "", role="assistant"))
-        parts += _parts(sample, body, told)
-        events = []
-        for part in parts:
-            chunk = {**self._base, "choices": [part]}
-            if part["finish_reason"] is not None:
-                chunk |= openai.unasked(sample, body, service)
-            if self._every_usage:
-                reasoning = told.reader.reasoning_tokens(sample.output_ids)
-                chunk["usage"] = openai.usage([sample], 1, service, reasoning)
-            events.append(event(chunk))
-        return b"".join(events)
+        parts += _parts(sample, self.body, told)
+        return b"".join(self.choice(sample, part, extended=part["finish_reason"] is not None) for part in parts)
 
-    def closing(self) -> bytes:
-        told, samples = self._told, self._samples
-        reasoning = sum(told[i].reader.reasoning_tokens(s.output_ids) for i, s in samples.items())
-        return b"".join(map(event, openai.closing(self._base, samples, self._body, self._service, reasoning)))
+    def reasoning_tokens(self, sample: Sample) -> int:
+        return self._told[sample.index].reader.reasoning_tokens(sample.output_ids)
 
 
 def _parts(sample: Sample, body: ChatBody, told: Told) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from tracklayer.engine.sample import Sample, Triple
 from tracklayer.errors import UserError
 from tracklayer.server import openai
 from tracklayer.server.docs import body_of
-from tracklayer.server.io import DirectRoute, answer, event, read_body, unless_gone
+from tracklayer.server.io import DirectRoute, answer, read_body, unless_gone
 from tracklayer.server.protocol import CompletionBody
 from tracklayer.server.push import EventStream
 from tracklayer.server.service import Service, route_format, service_of
@@ -89,25 +89,15 @@ def _prompt_text(service: Service, sample: Sample) -> str:
     return tokenizer.decode(sample.request.input_ids) if tokenizer else ""
 
 
-class CompletionEvents:
-    """A choice's new part for each piece of news; then routes and usage where asked."""
+class CompletionEvents(openai.OpenAIEvents[CompletionBody]):
+    """A choice's new part for each piece of news."""
+
+    kind = OBJECT
 
     def __init__(self, service: Service, body: CompletionBody) -> None:
-        self._service, self._body = service, body
-        self._every_usage = openai.wants_usage(body, service)[1]
+        super().__init__(service, body)
         self._shown: dict[int, Shown] = {}
-        self._samples: dict[int, Sample] = {}
-        self._base: dict[str, Any] = {}
 
     def news(self, sample: Sample) -> bytes:
-        service, body = self._service, self._body
-        self._base = self._base or openai.head(OBJECT, body.model, sample.rid)
-        self._samples[sample.index] = sample
-        choice = _choice(service, sample, body, self._shown.setdefault(sample.index, Shown()))
-        chunk = {**self._base, "choices": [choice]} | openai.unasked(sample, body, service)
-        if self._every_usage:
-            chunk["usage"] = openai.usage([sample], 1, service)
-        return event(chunk)
-
-    def closing(self) -> bytes:
-        return b"".join(map(event, openai.closing(self._base, self._samples, self._body, self._service)))
+        shown = self._shown.setdefault(sample.index, Shown())
+        return self.choice(sample, _choice(self.service, sample, self.body, shown), extended=True)
