@@ -7,7 +7,8 @@ that a run may be cut into pieces, family by family. `--write` records the famil
 checked.json. `--device cpu` puts a CPU in the GPU's place.
 
 The CPU engine makes the sequences greedily. The other engine gets each as a prompt (prefill) and makes it from its
-beginning (decode). In float32 tokens and experts must be equal but for near ties; in bfloat16 most experts must be.
+beginning (decode). In float32 tokens and experts must be equal but for near ties; in bfloat16 most experts must be, and
+each token of a position before which no expert is another must be equal or a near tie.
 """
 
 from __future__ import annotations
@@ -32,22 +33,47 @@ from tracklayer.models import listing
 BOUNDS = {"float32": (0.99, 0.99), "bfloat16": (0.5, 0.9)}
 
 
+# A position's greedy token may be another where the two tokens are this near (nats, as the CPU sees them).
+NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.1}
+
+
 @dataclass
 class Agreement:
-    """Shares of equal greedy tokens and experts in one dtype."""
+    """Shares of equal greedy tokens and experts in one dtype.
+
+    moved: positions at or before which an expert is another, at a near tie of the gate; everything may follow.
+    ties: other positions whose token is another, all near ties; unexplained: those that are none.
+    """
 
     dtype: str
     tokens: float
     experts: float
     positions: int
+    moved: int = 0
+    ties: int = 0
+    unexplained: int = 0
 
     @property
     def ok(self) -> bool:
         tokens, experts = BOUNDS[self.dtype]
-        return self.tokens >= tokens and self.experts >= experts
+        return self.tokens >= tokens and self.experts >= experts and not self.unexplained
 
     def __str__(self) -> str:
-        return f"{self.tokens:.3f} {self.experts:.3f}{'' if self.ok else ' FAIL'}"
+        others = f", {self.ties} ties, {self.unexplained} unexplained of {self.positions - self.moved} not moved"
+        return f"{self.tokens:.3f} {self.experts:.3f}{others}{'' if self.ok else ' FAIL'}"
+
+
+def judge(
+    want_TV: np.ndarray, got_TV: np.ndarray, want_TLK: np.ndarray, got_TLK: np.ndarray, near: float
+) -> tuple[int, int, int]:
+    """(moved, ties, unexplained) of one sequence: log-probabilities [T, V] and routes [T - 1 or T, L, K] of both."""
+    same_T = (np.sort(want_TLK, -1) == np.sort(got_TLK, -1)).all((1, 2))
+    steady = len(want_TV) if same_T.all() else int(same_T.argmin())  # positions before the first expert that differs
+    rows = np.arange(steady)
+    want_T, got_T = want_TV[:steady].argmax(-1), got_TV[:steady].argmax(-1)
+    margin_T = want_TV[rows, want_T] - want_TV[rows, got_T]
+    other_T = want_T != got_T
+    return len(want_TV) - steady, int((other_T & (margin_T <= near)).sum()), int((other_T & (margin_T > near)).sum())
 
 
 def rows_of(answer: Answer, vocab: int) -> np.ndarray:
@@ -92,18 +118,21 @@ def check_on(variant: str, folder: Path, dtype: str, options: dict[str, Any]) ->
     other = tiny_engine(folder, **{"dtype": dtype, **options})
     found = generate(other, {f"{rid} again": tokens for rid, tokens in whole.items()}, 1)
     decoded = generate(other, {f"{rid} decoded": prompt for rid, prompt in prompts.items()}, 40)
-    same, total, experts = 0, 0, []
+    same, total, experts, judged = 0, 0, [], np.zeros(3, int)
     for rid in whole:
         want_TV = rows_of(expected[rid], cpu.info.vocab_size)
         got_TV = rows_of(found[f"{rid} again"], cpu.info.vocab_size)
         want_T, got_T = want_TV.argmax(-1), got_TV.argmax(-1)
         same, total = same + int((want_T == got_T).sum()), total + len(want_T)
+        routes = expected[rid].routes, found[f"{rid} again"].routes
+        judged += judge(want_TV, got_TV, *routes, NEAR_TIE[dtype])
         experts.append(share(expected[rid].routes, found[f"{rid} again"].routes))
         pairs = zip(made[rid].tokens, decoded[f"{rid} decoded"].tokens, strict=True)
         alike = next((n for n, (want, got) in enumerate(pairs) if want != got), 40)
         end = len(prompts[rid]) + alike - 1  # rows belong to equal inputs up to here
         experts.append(share(made[rid].routes[:end], decoded[f"{rid} decoded"].routes[:end]))
-    return Agreement(dtype, same / total, float(np.mean(experts)), total), cpu.model.family.name
+    agreement = Agreement(dtype, same / total, float(np.mean(experts)), total, *judged.tolist())
+    return agreement, cpu.model.family.name
 
 
 def share(want_TLK: np.ndarray, got_TLK: np.ndarray) -> float:

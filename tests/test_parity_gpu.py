@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import parity_gpu
 import pytest
-from parity_gpu import main, passed, record
+from parity_gpu import judge, main, passed, record
 
 
 def test_rows_are_kept_and_added_to(tmp_path, capsys):
@@ -53,3 +54,17 @@ def test_one_failing_variant_fails_its_family_and_takes_it_out(tmp_path):
 def test_a_failing_row_is_the_exit_code(monkeypatch, tmp_path):
     monkeypatch.setattr(parity_gpu, "row_of", lambda variant, device: row(variant, False))
     assert main(["mixtral", "--device", "cpu", "--out", str(tmp_path / "rows.json")]) == 1
+
+
+def test_other_tokens_are_ties_or_follow_an_expert():
+    want_TV = np.log(np.array([[0.5, 0.3, 0.2], [0.5, 0.48, 0.02], [0.6, 0.3, 0.1], [0.2, 0.3, 0.5]]))
+    got_TV = want_TV.copy()
+    routes_TLK = np.array([[[0, 1]], [[2, 3]], [[1, 0]]])
+    assert judge(want_TV, got_TV, routes_TLK, routes_TLK[..., ::-1], 0.1) == (0, 0, 0)
+    got_TV[1] = np.log([0.48, 0.5, 0.02])
+    assert judge(want_TV, got_TV, routes_TLK, routes_TLK, 0.1) == (0, 1, 0)
+    got_TV[2] = np.log([0.3, 0.6, 0.1])
+    assert judge(want_TV, got_TV, routes_TLK, routes_TLK, 0.1) == (0, 1, 1)
+    other_TLK = routes_TLK.copy()
+    other_TLK[2, 0, 0] = 3
+    assert judge(want_TV, got_TV, routes_TLK, other_TLK, 0.1) == (2, 1, 0)

@@ -65,6 +65,9 @@ async def test_wrong_questions_and_the_admin_key():
         for path in ("/pause?mode=sometimes", "/sleep?level=3", "/wake_up?tags=soul"):
             reply = await client.post(path)
             assert reply.status_code == 400, path
+        for path, name in (("/pause?clear_cache=perhaps", "clear_cache"), ("/sleep?level=deep", "level")):
+            reply = await client.post(path)
+            assert reply.status_code == 400 and reply.json()["message"].startswith(f"{name}: "), reply.text
     async with serving(api_key="k", admin_api_key="a") as (client, _, _):
         for key, status in (("k", 403), ("a", 200)):
             reply = await client.post("/pause", headers={"authorization": f"Bearer {key}"})

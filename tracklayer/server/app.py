@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import tracklayer
@@ -10,7 +11,7 @@ from tracklayer.errors import TracklayerError
 from tracklayer.server import control, inference, info, native, openai_chat, openai_completions, page, vllm_control
 from tracklayer.server.config import ServerConfig
 from tracklayer.server.docs import Application
-from tracklayer.server.errors import on_fault, on_http_error, on_tracklayer_error
+from tracklayer.server.errors import on_fault, on_http_error, on_tracklayer_error, on_unfit_query
 from tracklayer.server.gate import Gate
 from tracklayer.server.service import Service
 from tracklayer.server.tracing import TraceContext
@@ -26,6 +27,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         app.include_router(module.router)
     app.add_exception_handler(TracklayerError, on_tracklayer_error)
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_unfit_query)
     app.add_exception_handler(Exception, on_fault)
     if config.traces_to is not None:
         app.add_middleware(TraceContext)

@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -80,6 +81,14 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     response = error_response(ApiError(error.status_code, str(error.detail)), request.url.path)
     response.headers.update(error.headers or {})
     return response
+
+
+async def on_unfit_query(request: Request, error: Exception) -> Response:
+    """A query parameter of the wrong type: 400, as for a field of a body."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"][1:])
+    return error_response(SchemaError(f"{where}: {first['msg']}"), request.url.path)
 
 
 async def on_fault(request: Request, error: Exception) -> Response:
